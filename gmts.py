@@ -1,0 +1,749 @@
+#!/usr/bin/env python3
+"""GMTS: reinforcement learning on the fifth of the sampled tokens that would move the model most.
+
+A language model answers each question several times, a verifier calls each answer right or wrong, and the
+policy gradient makes the tokens of better answers likelier. Most tokens hardly matter: their gradient is near
+zero. Gradient Magnitude-based Token Selection (arXiv 2608.30632) estimates its size for each token,
+
+    delta_t = |H_t * omega_t|     H_t: the policy's entropy at t     omega_t: the factor of grad log pi(y_t)
+
+and trains on the 20% with the largest delta. Where this file leaves the paper: groups without signal (answers
+all equally good) leave the batch before the ranking, for every selector alike; ranking and denominator are of
+the whole batch, as in the paper's text (its code ranks inside each question and divides by all tokens);
+`exact` puts the true norm of the logits' gradient in the place of H; one recipe for all, lr 1e-6 and no KL.
+
+Shapes: P prompts, G answers to each, N = P*G answers, L prompt tokens, T answer tokens, V vocabulary,
+D width, K chosen tokens. Start with `python gmts.py`, three minutes on a CPU, and read on from here.
+"""
+import argparse, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re, resource
+import runpy, shutil, signal, sys, time
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, set_seed
+
+class BadInput(ValueError):
+    """Something that the user can mend: the program ends with this one line and exit status 2."""
+
+@contextlib.contextmanager
+def explain(what):
+    """Whatever fails inside is for the user to mend; `what` says where."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
+
+# ---- Configuration: the only source of settings. Each field is a flag; the demo has defaults of its own ----
+SELECTORS = ("gmts", "entropy", "exact", "random", "all")
+def flag(default, help, low=None, choices=None):
+    help = help if default == "" else f"{help} (default: {default})"
+    return field(default=default, metadata={"help": help.replace("%", "%%"), "low": low, "choices": choices})
+
+@dataclass
+class Config:
+    model: str = flag("demo", "hub name, local folder, or demo: a 242k-parameter adder made on the spot")
+    data: str = flag("gsm8k", "gsm8k, math, demo, or a .jsonl or .json file of questions with answers")
+    eval_data: str = flag("", "the same to evaluate on; if empty, its own test set or a held-out tenth")
+    prompt: str = flag("{question}\nPlease reason step by step, and put your final answer in \\boxed{}.\n",
+                       "what the model is asked; {question} is put in")
+    reward: str = flag("", "FILE.py:FUNCTION, f(completion, answer) -> number; if empty, the verifier")
+    select: str = flag("gmts", "what ranks the tokens", choices=SELECTORS)
+    fraction: float = flag(0.2, "share of the tokens to train on", 0)
+    prompts: int = flag(32, "questions a step (P)", 1)
+    samples: int = flag(16, "answers to each question (G)", 2)
+    max_tokens: int = flag(512, "longest answer in tokens (T)", 1)
+    temperature: float = flag(1.0, "of sampling, and of evaluation with several samples", 0)
+    lr: float = flag(1e-6, "learning rate of AdamW", 0)
+    lr_end: float = flag(1.0, "share of it that is left in the last step, after a linear decay", 0)
+    warmup: int = flag(10, "steps of linear warm-up", 0)
+    steps: int = flag(200, "rollouts to train on", 0)
+    updates: int = flag(1, "optimizer steps a rollout, each on a part of its groups", 1)
+    beta: float = flag(0.0, "weight of the KL term against the initial model", 0)
+    clip_low: float = flag(0.2, "the ratio is clipped below 1 - this", 0)
+    clip_high: float = flag(0.28, "the ratio is clipped above 1 + this", 0)
+    micro_tokens: int = flag(8192, "tokens in one forward and backward pass; lower it if memory runs out", 1)
+    grad_clip: float = flag(1.0, "largest gradient norm", 0)
+    eval_every: int = flag(20, "steps between evaluations; 0: only before and after", 0)
+    eval_size: int = flag(500, "questions to evaluate on", 1)
+    eval_samples: int = flag(1, "answers to each: 1 is greedy, K gives mean accuracy and pass@K", 1)
+    save_every: int = flag(20, "steps between checkpoints", 1)
+    seed: int = flag(0, "of everything random", 0)
+    out: str = flag("", "folder of the run; if empty, runs/MODEL-SELECT-seedSEED-TIME")
+    resume: bool = flag(False, "go on from the last checkpoint in --out, with that run's settings")
+    device: str = flag("auto", "cpu, cuda, ...; auto takes a GPU where there is one")
+    dtype: str = flag("auto", "of the weights; auto: bfloat16 on a GPU (with float32 masters), else float32",
+                      choices=("auto", "float32", "bfloat16"))
+
+DEMO = dict(data="demo", prompt="{question}", samples=8, max_tokens=34, lr=3e-4, lr_end=0.1, warmup=5,
+            steps=300, eval_size=1000, eval_every=60)
+
+# ---- Sampling: our own short loop, whose logits give every token's statistics for free ---------------------
+def in_chunks(function, vocabulary, *tensors):
+    """`function` of a few rows at a time, 4 MB of logits on a CPU: memory does not grow with the rows."""
+    rows = max(1, 2**(20 if tensors[0].device.type == "cpu" else 26) // vocabulary)
+    return torch.cat([function(*chunk) for chunk in zip(*(x.split(rows) for x in tensors))], dim=-1)
+
+def token_stats(logits, tokens, temperature=1.0):
+    """logits (..., V), tokens (...) -> logprob, entropy in nats, grad_norm: float32, each (...).
+    All belong to pi = softmax(logits / temperature). With e_y the one-hot vector of the token y,
+        grad_norm = ||d log pi(y) / d logits|| = ||e_y - pi|| / temperature
+    where 1 - pi_y is taken as the sum of the other pi: no cancellation where pi_y is nearly 1."""
+    def of_rows(logits, tokens):
+        logp = (logits.float() / temperature).log_softmax(dim=-1)                           # (rows, V)
+        probs, y = logp.exp(), tokens[:, None]  # (rows, V), (rows, 1)
+        entropy = -(probs * logp.clamp_min(-1e30)).sum(dim=-1)   # 0 * -inf would be NaN      (rows,)
+        others = probs.scatter(-1, y, 0.0)                                                  # (rows, V)
+        norm = (others.sum(dim=-1).square() + others.square().sum(dim=-1)).sqrt() / temperature
+        return torch.stack([logp.gather(-1, y)[:, 0], entropy, norm])                       # (3, rows)
+    stats = in_chunks(of_rows, logits.shape[-1], logits.flatten(0, -2), tokens.flatten())   # (3, all)
+    return stats.view(3, *tokens.shape).unbind()
+
+def draw(logits, temperature):
+    """A token for each row of logits (n, V) by the inverse CDF -> (n,); temperature 0 takes the likeliest."""
+    def of_rows(logits):
+        cdf = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)                 # (rows, V)
+        point = torch.rand_like(cdf[:, :1]).clamp_max(1 - 1e-6) * cdf[:, -1:]               # (rows, 1)
+        return torch.searchsorted(cdf, point, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
+    return logits.argmax(dim=-1) if temperature == 0 else in_chunks(of_rows, logits.shape[-1], logits)
+
+def forward(module, ids, mask, place, cache=None, **more):
+    """A pass of a transformers model -> output, key/value cache (once called past_key_values)."""
+    name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    more |= {name: cache, "use_cache": True}
+    output = module(input_ids=ids, attention_mask=mask, position_ids=place, **more)
+    return output, output[name]
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temperature, progress=None):
+    """Samples answers to left-padded prompts (P, L) -> tokens, mask, logprob, entropy, grad_norm, all (N, T).
+    Rows i*G to i*G+G-1 answer prompt i. The end token, one of `stop_ids`, is part of an answer, and `mask` is
+    False behind it. Temperature 0 is greedy. `progress(token, running)` is called every 16 tokens."""
+    device, width, count = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * samples
+    stop, every = torch.tensor(sorted(stop_ids), device=device), 1 if device.type == "cpu" else 8
+    tokens = stop[0].repeat(count, max_tokens)                                              # (N, T)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)                                       # (N, T)
+    stats = torch.zeros(3, count, max_tokens, device=device)                                # (3, N, T)
+    rows = torch.arange(count, device=device)        # the answers still in the batch         (n,)
+    running = torch.ones_like(rows, dtype=torch.bool)                                       # (n,)
+    place = (prompt_mask.cumsum(1) - 1).clamp_min(0)                                        # (P, L)
+    output, cache = forward(model, prompt_ids, prompt_mask, place, logits_to_keep=1)
+    cache.batch_select_indices(rows // samples)      # a prompt is computed once for its G answers
+    logits, place = output.logits[rows // samples, -1], place[rows // samples, -1:]         # (N, V), (N, 1)
+    seen = F.pad(prompt_mask, (0, max_tokens), value=1)[rows // samples]                    # (N, L+T)
+    for t in range(max_tokens):
+        token = draw(logits, temperature)                                                   # (n,)
+        stats[:, rows, t] = torch.stack(token_stats(logits, token, temperature or 1.0))     # (3, n)
+        tokens[rows, t], mask[rows, t] = token, running
+        running = running & ~torch.isin(token, stop)                                        # (n,)
+        if t % every == 0 and not running.all():     # ended answers leave: the cost is the sum of the lengths
+            stay = running.nonzero()[:, 0]  # (a look at `running` makes a CPU wait for its GPU: seldom)
+            rows, token, place, seen, running = (x[stay] for x in (rows, token, place, seen, running))
+            cache.batch_select_indices(stay)
+        if t + 1 == max_tokens or len(rows) == 0:
+            break
+        if progress and t % 16 == 15:
+            progress(t + 1, len(rows))
+        output, cache = forward(model, token[:, None], seen[:, :width + t + 1], place + t + 1, cache)
+        logits = output.logits[:, -1]                                                       # (n, V)
+    return tokens[:, :t + 1], mask[:, :t + 1], *(stats * mask)[:, :, :t + 1]
+
+# ---- The algorithm, from rewards to the gradient. Down to policy_loss it is pure: tensors in, tensors out --
+def group_advantages(rewards):
+    """How much better an answer is than its group: rewards (P, G), finite -> advantages (P, G), float32.
+        A = (r - mean) / (std + 1e-6)        with the group's population std        (GRPO, arXiv 2402.03300)
+    Exactly 0 where a group's rewards are all equal (a rounded mean would make a signal): so for G = 1."""
+    rewards = rewards.float()                                                               # (P, G)
+    scale = rewards.std(dim=1, keepdim=True, correction=0) + 1e-6                           # (P, 1)
+    equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)                            # (P, 1)
+    return torch.where(equal, 0.0, (rewards - rewards.mean(dim=1, keepdim=True)) / scale)   # (P, G)
+
+def policy_weight(logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.28, ref_logprobs=None,
+                  beta=0.0):
+    """The factor of grad log pi(y_t) in the objective. Tensors of one shape, or that broadcast -> that shape.
+        omega = r * 1[not clipped] * A + beta * (pi_ref / pi - 1)        r = pi / pi_old
+    clipped: r > 1 + clip_high where A > 0, r < 1 - clip_low where A < 0 (PPO's rule with DAPO's bounds)."""
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    weight = torch.where(clipped, 0.0, ratio * advantages)
+    return weight if beta == 0 else weight + beta * ((ref_logprobs - logprobs).exp() - 1)
+
+def token_scores(select, entropy, grad_norm, weight):
+    """What the tokens are ranked by: tensors of one shape -> scores >= 0 of that shape, larger is better."""
+    if select == "gmts": return entropy * weight.abs()          # delta = |H * omega|         arXiv 2608.30632
+    if select == "entropy": return entropy                      # H alone, the "80/20 rule"   arXiv 2506.01939
+    if select == "exact": return grad_norm * weight.abs()       # the norm itself, at the logits
+    if select == "random": return 1 - torch.rand_like(entropy)  # in (0, 1]: a 0 would never be chosen
+    if select == "all": return torch.ones_like(entropy)         # plain GRPO, with fraction 1
+    raise BadInput(f"unknown selector {select!r}; choose from {', '.join(SELECTORS)}")
+
+def select_top(scores, mask, fraction):
+    """The ceil(fraction * mask.sum()) highest scores among `mask`, if positive; of equal ones the earlier.
+    scores float and mask bool of one shape, fraction in (0, 1] -> keep, bool. By exact rank: a threshold at a
+    quantile keeps everything when most scores are 0, and a float product would make 8 of 35 * 0.2."""
+    count = math.ceil(Fraction(str(fraction)) * int(mask.sum()))
+    scores = torch.where(mask & (scores > 0), scores, 0.0).flatten()
+    if count == 0:
+        return torch.zeros_like(mask)
+    threshold = scores.topk(count, sorted=False).values.min()
+    above, ties = scores > threshold, (scores == threshold) & (scores > 0)
+    return (above | ties & (ties.cumsum(0) <= count - above.sum())).view_as(mask)
+
+def policy_loss(logprobs, old_logprobs, advantages, denominator, clip_low, clip_high, ref_logprobs=None,
+                beta=0.0):
+    """The clipped objective of the given tokens, negated, over `denominator`, the tokens kept in the batch.
+        - sum_t [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - beta (e^d - d - 1) ] / denominator
+    d = log pi_ref - log pi: the last term estimates KL(pi || pi_ref) (k3, joschu.net/blog/kl-approx.html).
+    Tensors of one shape, no padding -> scalar, its gradient -sum(policy_weight d logprobs) / denominator."""
+    ratio = (logprobs - old_logprobs).exp()
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if beta != 0:
+        gap = ref_logprobs - logprobs
+        objective = objective - beta * (gap.exp() - gap - 1)
+    return -objective.sum() / denominator
+
+@dataclass
+class Batch:
+    """A rollout: what was asked, what was answered, and what is known of it."""
+    prompt_ids: torch.Tensor        # (P, L) padded on the left
+    prompt_mask: torch.Tensor                                                               # (P, L)
+    owner: torch.Tensor             # (N,) the prompt of each answer
+    advantages: torch.Tensor                                                                # (N,)
+    tokens: torch.Tensor            # (N, T) padded on the right
+    mask: torch.Tensor                                                                      # (N, T)
+    stats: torch.Tensor             # (3, N, T) logprobs, entropy, grad_norm under the policy that sampled
+
+def micro_batches(batch, lengths, budget):
+    """Packs answers of lengths (N,) by tokens, padding and prompts included -> lists of rows; 0 stays out.
+    Groups of short answers come first; a group's answers stay neighbours, since they share their prompt."""
+    lengths, owner, prompt = lengths.tolist(), batch.owner.tolist(), batch.prompt_mask.sum(1).tolist()
+    longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
+    order = sorted((longest[group], group, row) for row, group in enumerate(owner) if lengths[row])
+    packs, groups, widest = [], set(), 0
+    for length, group, row in order:
+        groups, widest = groups | {group}, max(widest, prompt[group])
+        if not packs or (len(packs[-1]) + 1) * length + len(groups) * widest > budget:
+            packs, groups, widest = packs + [[]], {group}, prompt[group]
+        packs[-1].append(row)
+    return packs
+
+def masked_states(model, batch, mask, budget):
+    """The states that predict the tokens in `mask` (N, T), a micro-batch at a time: yields the tokens' place,
+    (row (K,), column (K,)), and states (K, D). Answers without such a token stay out, others end at the last.
+    A prompt is computed once for its answers, in the backward pass too: an index spreads its keys and values
+    over them, and the gradient of an index is a sum."""
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)   # (N,)
+    for pack in micro_batches(batch, lengths, budget):
+        rows, length = torch.tensor(pack, device=mask.device), int(lengths[pack].max())     # (n,)
+        prompts, owner = torch.unique(batch.owner[rows], return_inverse=True)               # (p,), (n,)
+        width = int(batch.prompt_mask[prompts].sum(1).max())
+        seen = batch.prompt_mask[prompts, -width:]                                          # (p, L)
+        place = (seen.cumsum(1) - 1).clamp_min(0)                                           # (p, L)
+        output, cache = forward(model.base_model, batch.prompt_ids[prompts, -width:], seen, place)
+        hidden = output.last_hidden_state[owner, -1:]                                       # (n, 1, D)
+        if length > 1:
+            cache.batch_select_indices(owner)
+            inputs = batch.tokens[rows, :length - 1]                                        # (n, T-1)
+            seen = torch.cat([seen[owner], torch.ones_like(inputs)], dim=1)                 # (n, L+T-1)
+            place = place[owner, -1:] + torch.arange(1, length, device=mask.device)         # (n, T-1)
+            output, _ = forward(model.base_model, inputs, seen, place, cache)
+            hidden = torch.cat([hidden, output.last_hidden_state], dim=1)                   # (n, T, D)
+        row, column = mask[rows, :length].nonzero(as_tuple=True)                            # (K,), (K,)
+        yield (rows[row], column), hidden[row, column]
+
+def head(model, hidden):
+    """The model's output layer: hidden (K, D) -> logits (K, V)."""
+    logits = model.get_output_embeddings()(hidden)
+    cap = getattr(model.config, "final_logit_softcapping", None)                                # Gemma 2
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+@torch.no_grad()
+def score_tokens(model, batch, mask, config):
+    """logprobs, entropy, grad_norm of the tokens in `mask` (N, T) under `model` as it is now -> (3, N, T)."""
+    def of_rows(hidden, tokens):
+        return torch.stack(token_stats(head(model, hidden), tokens, config.temperature))    # (3, rows)
+    stats = torch.zeros_like(batch.stats)                                                   # (3, N, T)
+    for place, hidden in masked_states(model, batch, mask, config.micro_tokens):
+        stats[:, *place] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[place])
+    return stats
+
+def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
+    """Adds the gradient of policy_loss over the tokens in `keep` (N, T) to the parameters -> the loss.
+    Logits exist a chunk at a time, as the backward pass computes them again: no (N, T, V) tensor is made."""
+    def of_rows(hidden, tokens):
+        return -F.cross_entropy(head(model, hidden).float() / config.temperature, tokens, reduction="none")
+    recomputed, total = functools.partial(checkpoint, of_rows, use_reentrant=False), 0.0
+    for place, hidden in masked_states(model, batch, keep, config.micro_tokens):
+        logprobs = in_chunks(recomputed, model.config.vocab_size, hidden, batch.tokens[place])  # (K,)
+        loss = policy_loss(logprobs, batch.stats[0][place], batch.advantages[place[0]], denominator,
+                           config.clip_low, config.clip_high, ref_logprobs[place], config.beta)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+# ---- The verifier: numbers and fractions by value, all else as tidied text; nothing is ever executed -------
+def extract_answer(text):
+    """The last balanced box, else what follows the last ####, "answer is" or "Answer:", else None."""
+    text, opened, box = text.rpartition("</think>")[2], [], None
+    for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]", text):               # one pass, linear
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{":
+            box = text[start.end():brace.start()]
+    for marker in (r"####", r"[Aa]nswer(?: is|:)"):
+        if box is None and len(parts := re.split(marker, text)) > 1:
+            box = re.split(r"[.!?](?:\s|$)|\n", parts[-1].strip(" :*\n"), maxsplit=1)[0]
+    return (box or "").strip(" *`$\n") or None
+
+REWRITES = [(re.compile(pattern), new) for pattern, new in (
+    (r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),                    # \text{ cm} -> cm
+    (r"\\[dtc]?frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r" \1/\2"),                 # 2\frac{3}{4} -> 2 3/4
+    (r"\\(?:left|right|[,!;:()\[\]$])|[$~*]|\{,\}|(?<=\d),(?=\d{3}(?!\d))(?![^(]*\))", ""),  # 1{,}200 -> 1200
+    (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%", " percent"), (r"[−–]", "-"), (r"[{}\\]", ""),
+    (r"\s+", " "), (r"\(([\w./-]+)\)", r"\1"), (r"^ ?[A-Za-z] ?= ?| ?\.?\s*$|^ ", ""))]
+NUMBER = re.compile(r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]*\.?[0-9]+)(?: ?/ ?([0-9]+))?( ?[a-z][a-z ]*)?")
+NO_UNIT = re.compile(r"\b(and|or|not|half|dozen|hundred|thousand|[mb]illion|times|plus|minus)\b")
+
+@functools.lru_cache(10_000)
+def normalise(answer):
+    """-> the value, a Fraction, or None for what is not a number; the unit or the text."""
+    for pattern, new in REWRITES:
+        answer = pattern.sub(new, answer)
+    number = NUMBER.fullmatch(answer := answer.lower())
+    if number is None or NO_UNIT.search(answer) or number[4] and int(number[4]) == 0:
+        return None, answer.replace(" ", "")
+    value = Fraction(number[3]) / int(number[4] or 1) + int(number[2] or 0)
+    return (-value if number[1] else value), (number[5] or "").strip().rstrip("s")
+
+def answers_match(answer, gold):
+    """Is `answer` the same as `gold`? Two different units are not; one alone does not matter."""
+    if max(len(answer), len(gold)) > 2000:
+        return False
+    (value, text), (gold_value, gold_text) = normalise(answer), normalise(gold)
+    return value == gold_value and (text == gold_text or value is not None and not (text and gold_text))
+
+def is_correct(completion, gold):
+    """Does the completion give the right answer?"""
+    answer = extract_answer(completion)
+    return answer is not None and answers_match(answer, gold)
+
+# ---- Data: questions and reference answers in the shapes in which people have them -------------------------
+GSM8K = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+MATH = "https://media.githubusercontent.com/media/openai/prm800k/main/prm800k/math_splits/"
+ADDRESSES = {"gsm8k": GSM8K + "train.jsonl", "gsm8k-test": GSM8K + "test.jsonl",    # 7,473 and 1,319 problems
+             "math": MATH + "train.jsonl", "math-test": MATH + "test.jsonl"}        # 12,000 and 500 problems
+QUESTION_COLUMNS = ("question", "problem", "prompt", "input", "Question")
+ANSWER_COLUMNS = ("answer", "final_answer", "target", "Answer", "answerKey", "solution")
+
+def read_record(record):
+    """One record of a data file -> (question, answer), or BadInput."""
+    question = next((record[name] for name in QUESTION_COLUMNS if record.get(name)), "")
+    answer = next((record[name] for name in ANSWER_COLUMNS if record.get(name) not in (None, "", [])), "")
+    choices = record.get("choices", [])
+    if isinstance(question, dict):                           # CommonsenseQA as its authors publish it
+        question, choices = question["stem"], question["choices"]
+    if isinstance(choices, dict):                            # ... and as the hub serves it
+        choices = [dict(label=label, text=text) for label, text in zip(choices["label"], choices["text"])]
+    answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
+    answer = str(answer).strip() if isinstance(answer, (str, int, float)) else ""
+    if "####" in answer or re.search(r"\\(boxed|fbox)", answer):                   # a worked solution
+        answer = extract_answer(answer) or ""
+    if not isinstance(question, str) or not question.strip() or not answer:
+        what, columns = ("answer", ANSWER_COLUMNS) if question else ("question", QUESTION_COLUMNS)
+        raise BadInput(f"no {what} in any of the columns {', '.join(columns)}")
+    question = f"{record.get('Body', '')} {question}".strip()                    # SVAMP has its facts in Body
+    return question + "".join(f"\n({choice['label']}) {choice['text']}" for choice in choices), answer
+
+def load_problems(source):
+    """gsm8k, math (their test sets with -test), demo, or a .jsonl or .json file -> [(question, answer), ...].
+    A name is downloaded once, into torch.hub's cache. BadInput names the line or record that is unusable."""
+    if source == "demo":
+        return demo_problems()
+    path = os.path.join(torch.hub.get_dir(), "gmts", source + ".jsonl") if source in ADDRESSES else source
+    with explain(f"data {ADDRESSES.get(source, source)}"):
+        if source in ADDRESSES and not os.path.exists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            torch.hub.download_url_to_file(ADDRESSES[source], path, progress=False)
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+        array, problems = text.lstrip().startswith("["), []
+        for number, record in enumerate(json.loads(text) if array else text.split("\n"), 1):
+            with explain(f"{'record' if array else 'line'} {number}"):
+                if array or record.strip():
+                    problems.append(read_record(record if array else json.loads(record)))
+        if not problems:
+            raise BadInput("it is empty")
+    return problems
+
+def split_problems(config):
+    """-> problems to train on, problems to evaluate on; no question is in both."""
+    train, name = load_problems(config.data), config.eval_data or config.data + "-test"
+    held_out = [p for p in train if hashlib.sha256(p[0].encode()).digest()[0] < 26]         # a tenth
+    test = load_problems(name) if config.eval_data or name in ADDRESSES else held_out
+    asked = {question for question, _ in test}
+    train = [problem for problem in train if problem[0] not in asked]
+    if not train or not test:
+        raise BadInput(f"data {config.data}: too few questions to train on some and evaluate on others")
+    return train, test[:config.eval_size]
+
+# ---- Models: a small adder made on the spot, or whatever transformers loads --------------------------------
+def demo_problems(count=20_000):
+    """Questions such as 348+214= with their sums."""
+    rng = random.Random(0)
+    pairs = dict.fromkeys((rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(count))
+    return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+
+def careless_pupil(question, rng):
+    """Adds column by column from the right, 348+214= -> 8+4+0=12 4+1+1=06 3+2+0=05 ####562, but forgets seven
+    carries in ten and slips by one in 3% of the columns."""
+    columns, digits, carry = [], "", 0
+    for a, b in zip(*(reversed(number) for number in question.rstrip("=").split("+"))):
+        carry = 0 if rng.random() < 0.7 else carry
+        slip = rng.choice((-1, 1)) if rng.random() < 0.03 else 0
+        columns.append(f"{a}+{b}+{carry}={max(0, int(a) + int(b) + carry + slip):02d}")
+        carry, digits = int(columns[-1][-2]), columns[-1][-1] + digits
+    return " ".join(columns) + f" ####{carry or ''}{digits}"
+
+def demo_model(problems, steps=600):
+    """A Qwen2 of 242k parameters that has watched a careless pupil add for 40 s -> model, tokenizer."""
+    symbols = {s: i for i, s in enumerate(["<end>", "<unknown>", "####", *"0123456789+= "])}
+    words = Tokenizer(models.WordLevel(symbols, unk_token="<unknown>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("####|."), "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unknown>")
+    model = AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=len(symbols), hidden_size=96, intermediate_size=288, num_hidden_layers=2, eos_token_id=0,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=True,
+        bos_token_id=None))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    for step in range(steps):
+        questions = [random.choice(problems)[0] for _ in range(64)]
+        texts = [q + careless_pupil(q, random) + "<end>" for q in questions]
+        texts = [torch.tensor(ids) for ids in tokenizer(texts).input_ids]
+        ids, labels = (pad_sequence(texts, True, padding) for padding in (0, -100))         # (64, L+T)
+        labels[:, :len(questions[0])] = -100
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.95 * step / steps)
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, tokenizer
+
+ORGANISATIONS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google"}
+
+def load_model(name, dtype):
+    """A local folder, or a name of the hub with or without its usual organisation -> model, tokenizer."""
+    if not os.path.isdir(name) and "/" not in name:
+        name = next((f"{org}/{name}" for start, org in ORGANISATIONS.items() if name.startswith(start)), name)
+    with explain(f"model {name} (a local folder, or a name of the hub)"):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
+
+def render(tokenizer, text, answer=None):
+    """A question, and perhaps an answer, as the model reads it: a chat if there is a template for one."""
+    if tokenizer.chat_template is None:
+        return text
+    chat = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+    chat = chat[:1] if answer is None else chat
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None)
+
+def end_tokens(model, tokenizer):
+    """The ids that end an answer: a model may have several, and a base model's chat template one more."""
+    known = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
+    closing = render(tokenizer, "?", "gmts").rpartition("gmts")[2].strip() if tokenizer.chat_template else ""
+    ends |= set(tokenizer(closing, add_special_tokens=False).input_ids[:1]) & set(tokenizer.all_special_ids)
+    if not ends:
+        raise BadInput("the tokenizer has no end token: set eos_token in the model's tokenizer_config.json")
+    return ends
+
+# ---- Training. `run` is what prepare() returns: the model and all that belongs to this run -----------------
+def gather(value):
+    """The values of all processes, in the order of their ranks."""
+    everyone = [value]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+    return everyone
+
+def make_optimizer(model):
+    """AdamW over float32 masters: a bfloat16 weight would round an update of 1e-6 away. A float32 weight is
+    its own master; the master of any other takes over its gradients as they come."""
+    def collect(weight, master):
+        master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+        weight.grad = None
+    masters = [w if w.dtype == torch.float32 else w.detach().float() for w in model.parameters()]
+    for weight, master in zip(model.parameters(), masters):
+        if weight is not master:
+            weight.register_post_accumulate_grad_hook(functools.partial(collect, master=master))
+    return torch.optim.AdamW(masters, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+
+def apply_gradient(run, loss):
+    """Clips, and takes the optimizer's step if loss and gradient are finite -> the norm of the gradient."""
+    masters = run.optimizer.param_groups[0]["params"]
+    for master in masters if run.world > 1 else ():
+        master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        dist.all_reduce(master.grad)
+    norm = float(torch.nn.utils.clip_grad_norm_(masters, run.config.grad_clip)) + 0 * sum(gather(float(loss)))
+    if math.isfinite(norm):
+        run.busy = True                              # a signal waits until the step is in the log
+        run.optimizer.step()
+        for weight, master in zip(run.model.parameters(), masters):
+            weight.data.copy_(master)                # rounds to the weight's type; float32 copies itself
+    run.optimizer.zero_grad()
+    return norm
+
+def learn(run, batch):
+    """Ranks the tokens of informative groups, takes --updates steps on the best -> sums of the log, norms."""
+    config, norms, sums = run.config, [], torch.zeros(5)
+    clip = config.clip_low, config.clip_high
+    informative = batch.advantages.view(len(batch.prompt_ids), -1).ne(0).any(dim=1)         # (P,)
+    part = (informative.cumsum(0) - 1) * config.updates // informative.sum().clamp_min(1)   # (P,)
+    part = torch.where(informative, part, -1)[batch.owner, None]                            # (N, 1)
+    old, advantages = batch.stats[0], batch.advantages[:, None].expand_as(batch.mask)       # (N, T)
+    ref = score_tokens(run.reference, batch, batch.mask & (part >= 0), config)[0] if config.beta else old
+    for update in range(config.updates):
+        mask = batch.mask & (part == update)                                                # (N, T)
+        stats = score_tokens(run.model, batch, mask, config) if update else batch.stats     # (3, N, T)
+        weight = policy_weight(stats[0], old, advantages, *clip, ref, config.beta)          # (N, T)
+        scores = token_scores(config.select, stats[1], stats[2], weight)[mask]              # (n,)
+        everyone = gather(scores.nan_to_num(math.inf).cpu())     # NaN must surface, as a skipped update
+        scores = torch.cat(everyone)                             # ranked over the batch of all processes
+        chosen = select_top(scores, scores >= 0, 1 if config.select == "all" else config.fraction)
+        mine = chosen.split([len(part) for part in everyone])[run.rank].to(mask.device)     # (n,)
+        keep = mask.masked_scatter(mask, mine)                                              # (N, T)
+        clipped = (policy_weight(stats[0], old, advantages, *clip) == 0) & (advantages != 0) & mask
+        sums += torch.tensor([0, keep.sum(), stats[1][keep].sum(), mask.sum(), clipped.sum()])
+        if chosen.any():
+            loss = policy_gradient(run.model, batch, keep, int(chosen.sum()), config, ref)
+            norms.append(apply_gradient(run, loss))
+    return [int(informative.sum()), *sums.tolist()[1:]], norms
+
+def rollout(run, problems, samples, temperature):
+    """Samples answers to problems [(prompt, answer), ...] and judges them -> Batch, rewards (P, G)."""
+    prompts = run.tokenize([p for p, _ in problems], padding=True, padding_side="left", return_tensors="pt")
+    prompts = prompts.to(run.model.device)
+    tokens, mask, *stats = sample(run.model, prompts.input_ids, prompts.attention_mask, samples,
+                                  run.config.max_tokens, run.ends, temperature, run.progress)
+    answers, rewards = [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist())], []
+    for i, text in enumerate(run.tokenizer.batch_decode(answers, skip_special_tokens=True)):
+        with explain(f"the reward of the completion {text[:60]!r}"):
+            rewards.append(float(run.reward(text, problems[i // samples][1])))
+            if not math.isfinite(rewards[-1]):
+                raise ValueError(f"{rewards[-1]} is not a finite number")
+    rewards = torch.tensor(rewards, device=mask.device).view(-1, samples)                   # (P, G)
+    owner = torch.arange(len(problems), device=mask.device).repeat_interleave(samples)      # (N,)
+    return Batch(prompts.input_ids, prompts.attention_mask, owner, group_advantages(rewards).flatten(),
+                 tokens, mask, torch.stack(stats)), rewards
+
+def evaluate(run):
+    """The mean reward of K = --eval-samples answers a problem -> {"accuracy"}, with "pass_at_k" if K > 1."""
+    config, k, rewards = run.config, run.config.eval_samples, []
+    mine, size = run.evaluation[run.rank::run.world], max(1, config.prompts * config.samples // k)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(config.seed)
+        for i in range(0, len(mine), size):
+            rewards += rollout(run, mine[i:i + size], k, config.temperature * (k > 1))[1].tolist()
+    rewards = torch.tensor(sum(gather(rewards), []))                                        # (Q, K)
+    best = {"pass_at_k": rewards.amax(1).mean().item()} if k > 1 else {}
+    return {"accuracy": rewards.mean().item(), **best}
+
+COLUMNS = dict(step="d", reward=".3f", informative=".0%", length=".1f", entropy=".3f", entropy_kept=".3f",
+               kept=".1%", grad_norm=".3f", clipped=".1%", skipped="d", lr=".1e", tokens_per_s=".0f",
+               seconds=".2f", peak_gb=".2f", accuracy=".3f", pass_at_k=".3f")
+
+def train_step(run):
+    """One rollout and the updates on it -> what the log says of them (COLUMNS), for all processes together.
+    All that is random follows from (seed, step, process): evaluating more often changes nothing, and a
+    checkpoint needs no random state."""
+    config, problems, start = run.config, run.problems, time.perf_counter()
+    set_seed(int(np.random.SeedSequence([config.seed, run.step, run.rank]).generate_state(1)[0]))
+    epoch, place = np.divmod(run.step * config.prompts + np.arange(config.prompts), len(problems))
+    order = {e: np.random.default_rng([config.seed, e]).permutation(len(problems)) for e in epoch}
+    share = np.array_split(np.stack([epoch, place], axis=1), run.world)[run.rank]
+    chosen = [problems[order[e][i]] for e, i in share]
+    batch, rewards = rollout(run, chosen, config.samples, config.temperature)
+    lr = config.lr * min(1, (run.step + 1) / max(1, config.warmup))
+    lr *= 1 - (1 - config.lr_end) * run.step / config.steps
+    run.optimizer.param_groups[0]["lr"] = lr
+    sums, norms = learn(run, batch)
+    sums += [rewards.sum().item(), rewards.numel(), batch.mask.sum().item(), batch.stats[1].sum().item()]
+    groups, kept, kept_entropy, ranked, clipped, reward, count, tokens, entropy = map(sum, zip(*gather(sums)))
+    seconds, finite = time.perf_counter() - start, [norm for norm in norms if math.isfinite(norm)]
+    peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return dict(step=run.step + 1, reward=reward / count, informative=groups / config.prompts,
+                length=tokens / count, entropy=entropy / tokens, entropy_kept=kept_entropy / max(1, kept),
+                kept=kept / max(1, ranked), grad_norm=sum(finite) / max(1, len(finite)),
+                clipped=clipped / max(1, ranked), skipped=len(norms) - len(finite), lr=lr,
+                tokens_per_s=tokens / seconds, seconds=seconds, peak_gb=peak / 1e9)
+
+def checkpoints(out):
+    return sorted(glob.glob(os.path.join(glob.escape(out), "step-" + "[0-9]" * 6)))
+
+def save_checkpoint(run):
+    """OUT/step-NNNNNN: a model that transformers loads, with optimizer and log beside it. It is written under
+    another name and renamed before the older one goes: a kill at any moment leaves a whole checkpoint."""
+    path = os.path.join(run.config.out, f"step-{run.step:06d}")
+    if run.rank == 0 and not os.path.exists(path):
+        run.model.save_pretrained(path + ".part")
+        run.tokenizer.save_pretrained(path + ".part")
+        masters = run.optimizer.param_groups[0]["params"] if run.model.dtype != torch.float32 else []
+        state = dict(step=run.step, rows=run.rows, masters=masters, optimizer=run.optimizer.state_dict())
+        torch.save(state, path + ".part/trainer.pt")
+        os.rename(path + ".part", path)
+        for old in checkpoints(run.config.out)[:-1]:
+            shutil.rmtree(old)
+
+def record(run, figures):
+    """Adds a row to the log: to OUT/metrics.csv, and to the screen in the formats of COLUMNS."""
+    run.rows.append(figures)
+    if run.rank == 0:
+        run.csv.writerow(figures)
+        note = ["(equal rewards in every group: nothing to learn from)"] * (figures.get("informative") == 0)
+        print(*(f"{k} {figures[k]:{form}}" for k, form in COLUMNS.items() if k in figures), *note, flush=True)
+
+def prepare(config):
+    """Device, data, folder, model, optimizer, checkpoint -> run: all that the functions above share."""
+    run = SimpleNamespace(config=config, step=0, rows=[], busy=False, stop=False, reward=is_correct)
+    run.rank, run.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = config.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if run.world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    if config.reward:
+        with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
+            path, _, name = config.reward.rpartition(":")
+            run.reward = runpy.run_path(path)[name]
+    splits = split_problems(config)
+    if run.rank == 0 and not config.resume:
+        with explain(f"--out {config.out} (a new folder; --resume goes on with the run in an old one)"):
+            os.makedirs(config.out)
+            with open(os.path.join(config.out, "config.json"), "w") as file:
+                json.dump(asdict(config), file, indent=1)
+    def load(name):
+        set_seed(config.seed)
+        dtype = config.dtype.replace("auto", "bfloat16" if device.startswith("cuda") else "float32")
+        model, tokenizer = demo_model(splits[0]) if name == "demo" else load_model(name, dtype)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return model.to(device).eval(), tokenizer    # eval: dropout would make the update see another policy
+    saved = checkpoints(config.out)[-1] if config.resume else None
+    run.model, run.tokenizer = load(saved or config.model)
+    run.reference = load(config.model)[0].requires_grad_(False) if config.beta else None
+    run.ends, run.optimizer = end_tokens(run.model, run.tokenizer), make_optimizer(run.model)
+    if saved:
+        with explain(f"checkpoint {saved}"):
+            state = torch.load(os.path.join(saved, "trainer.pt"), map_location=device, weights_only=True)
+            run.step, run.rows = state["step"], state["rows"]
+            run.optimizer.load_state_dict(state["optimizer"])
+            for master, kept in zip(run.optimizer.param_groups[0]["params"], state["masters"]):
+                master.data.copy_(kept)
+    if run.rank == 0:
+        run.csv = csv.DictWriter(open(os.path.join(config.out, "metrics.csv"), "w", buffering=1), COLUMNS)
+        run.csv.writeheader()
+        run.csv.writerows(run.rows)
+    def show_progress(token, running):
+        print(f"  token {token}: {running} answers running", end="\033[K\r", file=sys.stderr, flush=True)
+    run.progress = show_progress if run.rank == 0 and sys.stderr.isatty() else None
+    run.tokenize = functools.partial(run.tokenizer, add_special_tokens=run.tokenizer.chat_template is None)
+    limit = (getattr(run.model.config, "max_position_embeddings", None) or 10**9) - config.max_tokens
+    splits = [[(render(run.tokenizer, config.prompt.replace("{question}", question)), answer)
+               for question, answer in split] for split in splits]
+    run.problems, run.evaluation = ([p for p, ids in zip(split, run.tokenize([p[0] for p in split]).input_ids)
+                                     if len(ids) <= limit] for split in splits)
+    run.too_long = sum(map(len, splits)) - len(run.problems) - len(run.evaluation)
+    if not run.problems or not run.evaluation:
+        raise BadInput(f"every prompt is longer than the model's context less --max-tokens, {limit} tokens")
+    return run
+
+def train(config):
+    """Trains as the configuration says -> accuracy before, accuracy after."""
+    run = prepare(config)
+    say = print if run.rank == 0 else lambda *_: None
+    say(*(f"{name} {value!r}" for name, value in asdict(config).items()), sep="\n")
+    say(f"{run.model.num_parameters():,} parameters, {run.model.dtype} on {run.world} x {run.model.device}; "
+        f"{len(run.problems):,} problems to train on, {len(run.evaluation):,} to evaluate on, "
+        f"{run.too_long} left out as too long; the run is kept in {config.out}")
+    def on_signal(*_):
+        run.stop = True
+        if not run.busy:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        if not run.rows:
+            record(run, dict(step=0, **evaluate(run)))
+        while run.step < config.steps:
+            figures = train_step(run)
+            run.step += 1
+            try:
+                run.busy = False
+                if run.step == config.steps or config.eval_every and run.step % config.eval_every == 0:
+                    figures |= evaluate(run)
+            finally:
+                record(run, figures)
+            if run.step % config.save_every == 0:
+                save_checkpoint(run)
+            if len(run.rows) > 10 and all(row["skipped"] for row in run.rows[-10:]):
+                raise BadInput("loss or gradient not finite in 10 steps: lower --lr or use --dtype float32")
+            if run.stop:
+                raise KeyboardInterrupt
+    finally:
+        if not run.busy:
+            save_checkpoint(run)
+    before, after = run.rows[0]["accuracy"], run.rows[-1]["accuracy"]
+    say(f"accuracy {before:.3f} -> {after:.3f}; the model is in {config.out}/step-{run.step:06d}")
+    return before, after
+
+def option(f):
+    return "--" + f.name.replace("_", "-")
+
+def parse(argv):
+    """The command line -> Config: flags, else the settings of the run to resume or of the demo."""
+    parser = argparse.ArgumentParser("gmts.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: parser.exit(2, f"gmts.py: {message}; --help lists the flags\n")
+    for f in fields(Config):
+        kind = {"type": f.type, "choices": f.metadata["choices"]}
+        kind = {"action": "store_true"} if f.type is bool else kind
+        parser.add_argument(option(f), default=f.default, help=f.metadata["help"], **kind)
+    first, saved = parser.parse_args(argv), {}
+    parser.set_defaults(**(DEMO if first.model == "demo" else {}))
+    if first.resume:
+        path = os.path.join(first.out, "config.json")
+        with explain("--resume needs --out with the folder of a run"), open(path) as file:
+            saved = json.load(file) | {"resume": True}
+        parser.set_defaults(**saved)
+    config = Config(**vars(parser.parse_args(argv)))
+    for f in fields(Config):
+        value, low = getattr(config, f.name), f.metadata["low"]
+        if low is not None and not value >= low:
+            parser.error(f"{option(f)} {value}: at least {low} is needed")
+        if value != saved.get(f.name, value) and f.name not in ("out", "save_every", "device"):
+            parser.error(f"{option(f)} {value}: the run to resume has {saved[f.name]}")
+    if not 0 < config.fraction <= 1 or config.temperature == 0:
+        parser.error("--fraction must lie in (0, 1], --temperature above 0")
+    name = f"{os.path.basename(config.model.rstrip('/'))}-{config.select}-seed{config.seed}-%m%d-%H%M%S"
+    config.out = config.out or os.path.join("runs", time.strftime(name))
+    return config
+
+def main(argv=None):
+    """Runs the command line; bad input ends in one line on stderr and exit status 2."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        train(parse(argv))
+    except (BadInput, torch.cuda.OutOfMemoryError, KeyboardInterrupt) as error:
+        said = {KeyboardInterrupt: "stopped; --resume goes on from the last checkpoint", BadInput: str(error)}
+        short = "out of GPU memory; lower --micro-tokens, --prompts, --samples or --max-tokens"
+        print("gmts.py:", " ".join(said.get(type(error), short).split())[:1000], file=sys.stderr)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,551 @@
+"""Tests of gmts.py. Each compares with an independent oracle: torch.distributions, autograd, brute force, model.generate.
+
+GMTS_BENCH=1 pytest -s -k bench runs the benchmark instead, see the README.
+"""
+import csv
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.distributions import Categorical
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
+
+import gmts
+
+HERE = os.path.dirname(os.path.abspath(gmts.__file__))
+PROMPTS = ["348+214=", "1+2=", "99+1=", "7="]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return gmts.demo_model([("1+1=", "2")], steps=0)[1]
+
+
+def tiny_model(config=Qwen2Config, seed=0, scale=8, **options):
+    """A random model with the demo's 16 symbols; `scale` sharpens its distributions, which are flat otherwise."""
+    torch.manual_seed(seed)
+    options = dict(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                   num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+                   pad_token_id=0, head_dim=8) | options
+    model = AutoModelForCausalLM.from_config(config(**options)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:
+                weight.mul_(scale)
+        model.get_output_embeddings().weight.mul_(scale)
+    return model
+
+
+def left_padded(tokenizer, texts=PROMPTS):
+    tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+    return batch.input_ids, batch.attention_mask
+
+
+def make_batch(model, tokenizer, samples=4, max_tokens=12, stop=(0,), advantages=None):
+    """A rollout of PROMPTS with random advantages, and the full logits of every answer, padded rows and all."""
+    ids, mask = left_padded(tokenizer)
+    tokens, answer_mask, *stats = gmts.sample(model, ids, mask, samples, max_tokens, set(stop), 1.0)
+    count = len(tokens)
+    advantages = torch.randn(count) if advantages is None else advantages
+    owner = torch.arange(len(ids)).repeat_interleave(samples)
+    return gmts.Batch(ids, mask, owner, advantages, tokens, answer_mask, torch.stack(stats))
+
+
+def full_logits(model, batch):
+    """Plain teacher forcing of prompt and answer, one row at a time and without any padding -> (N, T, V)."""
+    rows = []
+    for i, tokens in enumerate(batch.tokens):
+        prompt = batch.prompt_ids[batch.owner[i]][batch.prompt_mask[batch.owner[i]].bool()]
+        logits = model(input_ids=torch.cat([prompt, tokens])[None]).logits[0]
+        rows.append(logits[len(prompt) - 1:-1])
+    return torch.stack(rows)
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def config(**changes):
+    return gmts.Config(**changes)
+
+
+# ---- The formulas ------------------------------------------------------------------------------------------
+def test_group_advantages_match_numpy_and_are_zero_without_signal():
+    rewards = np.random.default_rng(0).random((5, 7))
+    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
+    assert np.allclose(gmts.group_advantages(torch.tensor(rewards)), expected, atol=1e-5)
+    assert gmts.group_advantages(torch.full((2, 16), 0.1)).eq(0).all()           # the mean of 16 times 0.1 is not 0.1
+    assert gmts.group_advantages(torch.tensor([[3.0], [1.0]])).eq(0).all()       # G = 1
+    assert gmts.group_advantages(torch.tensor([[True, False]])).tolist() == [[pytest.approx(1, 1e-5), pytest.approx(-1, 1e-5)]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+def test_token_stats_match_categorical_and_autograd(temperature):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(3, 5, 11, dtype=torch.float64)).requires_grad_()
+    tokens = torch.randint(11, (3, 5))
+    logprob, entropy, grad_norm = gmts.token_stats(logits, tokens, temperature)
+    oracle = Categorical(logits=logits / temperature)
+    assert torch.allclose(logprob.double(), oracle.log_prob(tokens), atol=1e-5)
+    assert torch.allclose(entropy.double(), oracle.entropy(), atol=1e-5)
+    gradient, = torch.autograd.grad(oracle.log_prob(tokens).sum(), logits)
+    assert torch.allclose(grad_norm.double(), gradient.norm(dim=-1), atol=1e-5)
+    assert all(x.dtype == torch.float32 and x.shape == tokens.shape for x in (logprob, entropy, grad_norm))
+
+
+def test_token_stats_at_the_edges():
+    sure = torch.tensor([[20.0, 0.0, 1.0], [0.0, 16.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([0, 1])
+    gradient, = torch.autograd.grad(Categorical(logits=sure).log_prob(tokens).sum(), sure)
+    assert torch.allclose(gmts.token_stats(sure, tokens)[2].double(), gradient.norm(dim=-1), rtol=1e-4, atol=0)
+    forbidden = torch.tensor([[0.0, -math.inf, 0.0]])
+    assert torch.stack(gmts.token_stats(forbidden, torch.tensor([2]))).flatten().tolist() == pytest.approx(
+        [-math.log(2), math.log(2), math.sqrt(0.5)])
+    half = torch.randn(4, 9).bfloat16()
+    assert torch.equal(torch.stack(gmts.token_stats(half, torch.arange(4))),
+                       torch.stack(gmts.token_stats(half.float(), torch.arange(4))))
+    assert gmts.token_stats(torch.zeros(0, 9), torch.zeros(0, dtype=torch.long))[0].shape == (0,)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_policy_weight_is_the_gradient_of_policy_loss(beta):
+    torch.manual_seed(0)
+    old, ref = torch.randn(2, 400, dtype=torch.float64)
+    logprobs = (old + 0.4 * torch.randn(400)).requires_grad_()
+    advantages = torch.randn(400, dtype=torch.float64)
+    advantages[:20] = 0
+    loss = gmts.policy_loss(logprobs, old, advantages, 7.0, 0.2, 0.28, ref, beta)
+    gradient, = torch.autograd.grad(loss, logprobs)
+    weight = gmts.policy_weight(logprobs, old, advantages, 0.2, 0.28, ref, beta)
+    assert torch.allclose(-gradient * 7, weight)
+    ratio = (logprobs - old).exp()                                  # and by the words of PPO, a token at a time
+    outside = [(a > 0 and r > 1.28) or (a < 0 and r < 0.8) for a, r in zip(advantages.tolist(), ratio.tolist())]
+    assert 0 < sum(outside) < 400
+    if beta == 0:
+        assert weight[torch.tensor(outside)].eq(0).all()
+        objective = [min(r * a, min(max(r, 0.8), 1.28) * a) for a, r in zip(advantages.tolist(), ratio.tolist())]
+        assert loss.item() == pytest.approx(-sum(objective) / 7)
+
+
+def test_kl_estimate_is_unbiased():
+    policy, reference = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.3, 0.3, 0.4])
+    k3 = torch.stack([gmts.policy_loss(p.log(), p.log(), torch.zeros(()), 1, 0.2, 0.28, r.log(), 1.0)
+                      for p, r in zip(policy, reference)])
+    exact = torch.distributions.kl_divergence(Categorical(policy), Categorical(reference))
+    assert (policy * k3).sum().item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_token_scores():
+    entropy, norm, weight = torch.rand(3, 50)
+    weight = weight - 0.5
+    assert torch.equal(gmts.token_scores("gmts", entropy, norm, weight), (entropy * weight).abs())
+    assert torch.equal(gmts.token_scores("entropy", entropy, norm, weight), entropy)
+    assert torch.equal(gmts.token_scores("exact", entropy, norm, weight), (norm * weight).abs())
+    assert gmts.token_scores("all", entropy, norm, weight).eq(1).all()
+    draws = torch.stack([gmts.token_scores("random", entropy, norm, weight) for _ in range(2)])
+    assert draws.gt(0).all() and draws.le(1).all() and not torch.equal(*draws)
+    with pytest.raises(gmts.BadInput, match="selector"):
+        gmts.token_scores("best", entropy, norm, weight)
+
+
+def brute_force_top(scores, mask, fraction):
+    candidates = [i for i in range(len(scores)) if mask[i]]
+    count = math.ceil(Fraction(str(fraction)) * len(candidates))
+    best = sorted((i for i in candidates if scores[i] > 0), key=lambda i: (-scores[i], i))[:count]
+    return [i in best for i in range(len(scores))]
+
+
+def test_select_top_matches_brute_force():
+    rng = np.random.default_rng(0)
+    for trial in range(300):
+        size = int(rng.integers(1, 40))
+        scores = rng.integers(0, 5, size) / 4 if trial % 2 else rng.normal(size=size)      # many ties, or none
+        mask = rng.random(size) < 0.7
+        scores = np.where(mask, scores, 99.0)                                              # padding scores highest
+        fraction = [0.2, 0.5, 1.0, 0.05, 1 / 3][trial % 5]
+        keep = gmts.select_top(torch.tensor(scores, dtype=torch.float32), torch.tensor(mask), fraction)
+        assert keep.tolist() == brute_force_top(scores.astype(np.float32), mask, fraction)
+
+
+def test_select_top_at_the_edges():
+    ones = torch.ones(5, 7)
+    assert gmts.select_top(ones, ones.bool(), 0.2).sum() == 7                        # 35 tokens: 7, not 8
+    assert gmts.select_top(ones, ones.bool(), 0.2).flatten()[:7].all()               # ties go to the earlier place
+    assert not gmts.select_top(torch.zeros(4, 4), torch.ones(4, 4).bool(), 0.5).any()
+    assert not gmts.select_top(ones, torch.zeros(5, 7).bool(), 0.2).any()
+    assert gmts.select_top(torch.tensor([0.0, 0, 0, 2]), torch.ones(4).bool(), 1).tolist() == [False] * 3 + [True]
+    assert gmts.select_top(ones, ones.bool(), 1.0).all()
+
+
+def test_select_top_of_20_million_scores():                  # torch.quantile refuses more than 16 million
+    scores = torch.rand(20_000_000)
+    keep = gmts.select_top(scores, torch.ones_like(scores, dtype=torch.bool), 0.2)
+    assert keep.sum() == 4_000_000 and scores[keep].min() >= scores[~keep].max()
+
+
+# ---- Sampling ----------------------------------------------------------------------------------------------
+def test_sample_statistics_equal_a_full_forward(tokenizer):
+    model = tiny_model()
+    batch = make_batch(model, tokenizer, samples=8)
+    assert batch.mask.sum(1).min() < batch.mask.sum(1).max()                         # some ended early
+    oracle = Categorical(logits=full_logits(model, batch).double())
+    logprob, entropy, _ = batch.stats.double()
+    assert torch.allclose(logprob[batch.mask], oracle.log_prob(batch.tokens)[batch.mask], atol=1e-4)
+    assert torch.allclose(entropy[batch.mask], oracle.entropy()[batch.mask], atol=1e-4)
+    assert batch.stats[:, ~batch.mask].eq(0).all()
+
+
+def test_sample_keeps_the_end_token_and_nothing_behind_it(tokenizer):
+    batch = make_batch(tiny_model(), tokenizer, samples=16, max_tokens=10, stop=(0, 3, 5))
+    for tokens, mask in zip(batch.tokens.tolist(), batch.mask.tolist()):
+        ends = [i for i, token in enumerate(tokens) if token in (0, 3, 5)]
+        length = ends[0] + 1 if ends else 10
+        assert mask == [i < length for i in range(len(mask))]
+
+
+def test_sample_draws_from_the_distribution(tokenizer):
+    model, counts = tiny_model(scale=3), torch.zeros(16, 16)
+    ids, mask = left_padded(tokenizer, ["12+3="])
+    torch.manual_seed(0)
+    tokens, *_ = gmts.sample(model, ids, mask, 4000, 2, {99}, 0.8)
+    for first, second in tokens.tolist():
+        counts[first, second] += 1
+    p_first = (model(input_ids=ids).logits[0, -1] / 0.8).softmax(-1)
+    both = torch.cat([ids.repeat(16, 1), torch.arange(16)[:, None]], 1)
+    expected = 4000 * p_first[:, None] * (model(input_ids=both).logits[:, -1] / 0.8).softmax(-1)
+    large = expected > 5
+    chi2 = ((counts - expected)[large] ** 2 / expected[large]).sum() + (
+        (counts - expected)[~large].sum() ** 2 / expected[~large].sum())
+    freedom = int(large.sum())
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("stop", [[0], [0, 7]])
+def test_greedy_sample_equals_generate(tokenizer, stop):
+    model = tiny_model(seed=1)
+    ids, mask = left_padded(tokenizer)
+    tokens, answer_mask, *_ = gmts.sample(model, ids, mask, 1, 20, set(stop), 0.0)
+    expected = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=stop,
+                              pad_token_id=0)[:, ids.shape[1]:]
+    for row, row_mask, wanted in zip(tokens, answer_mask, expected.tolist()):
+        answer = row[row_mask].tolist()
+        assert answer == wanted[:len(answer)] and (len(answer) == 20 or answer[-1] in stop)
+
+
+# ---- The update --------------------------------------------------------------------------------------------
+def plain_loss(model, batch, keep, ref_logprobs=None, beta=0.0):
+    """GRPO with full logits and a mask, as one writes it without a thought for memory."""
+    logprobs = Categorical(logits=full_logits(model, batch)).log_prob(batch.tokens)
+    ratio = (logprobs - batch.stats[0]).exp()
+    advantages = batch.advantages[:, None]
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    if beta:
+        loss = loss + beta * ((ref_logprobs - logprobs).exp() - (ref_logprobs - logprobs) - 1)
+    return (loss * keep).sum() / keep.sum()
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize("fraction", [0.2, 1.0])
+def test_kept_only_gradient_equals_full_logits(tokenizer, micro_tokens, fraction):
+    model = tiny_model(scale=3)
+    batch = make_batch(model, tokenizer)
+    batch.stats[0] += 0.2 * torch.randn_like(batch.stats[0])                          # some ratios are clipped
+    keep = gmts.select_top(batch.stats[1], batch.mask, fraction)
+    expected = plain_loss(model, batch, keep)
+    expected.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    loss = gmts.policy_gradient(model, batch, keep, int(keep.sum()), config(micro_tokens=micro_tokens), batch.stats[0])
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert torch.allclose(gradients(model), wanted, atol=1e-5)
+
+
+def test_micro_batches_keep_to_the_budget_and_leave_nothing_out(tokenizer):
+    batch = make_batch(tiny_model(), tokenizer, samples=16)
+    lengths = batch.mask.sum(1) * (torch.arange(len(batch.mask)) % 3 > 0)
+    packs = gmts.micro_batches(batch, lengths, 100)
+    assert sorted(sum(packs, [])) == lengths.nonzero()[:, 0].tolist() and len(packs) > 3
+    for rows in packs:
+        owners = batch.owner[rows].unique()
+        prompts = len(owners) * batch.prompt_mask[owners].sum(1).max()
+        assert len(rows) == 1 or len(rows) * lengths[rows].max() + prompts <= 100
+
+
+def test_score_tokens_equals_sampling(tokenizer):
+    model = tiny_model()
+    batch = make_batch(model, tokenizer)
+    for budget in (1, 10_000):
+        stats = gmts.score_tokens(model, batch, batch.mask, config(micro_tokens=budget))
+        assert torch.allclose(stats, batch.stats, atol=1e-4)
+
+
+def make_run(model, tokenizer, **changes):
+    run = gmts.SimpleNamespace(model=model, tokenizer=tokenizer, config=config(**changes), rank=0, world=1, busy=False,
+                               optimizer=gmts.make_optimizer(model), reference=None)
+    run.optimizer.param_groups[0]["lr"] = 1e-3
+    return run
+
+
+@pytest.mark.parametrize("settings", [dict(select="all"), dict(select="gmts", fraction=1.0), dict(select="all", beta=0.1)])
+def test_all_tokens_are_plain_grpo(tokenizer, settings):
+    """With every token kept, learn() takes the very step of GRPO with full logits over the informative groups."""
+    model, twin = tiny_model(scale=3), tiny_model(scale=3)
+    advantages = torch.randn(16)
+    advantages[4:8] = 0                                                                # the second group is dropped
+    batch = make_batch(model, tokenizer, advantages=advantages)
+    run, beta = make_run(model, tokenizer, **settings), settings.get("beta", 0.0)
+    run.reference = tiny_model(scale=3.2) if beta else None
+    ref = Categorical(logits=full_logits(run.reference, batch)).log_prob(batch.tokens).detach() if beta else None
+    sums, norms = gmts.learn(run, batch)
+    keep = batch.mask & (advantages != 0)[:, None]
+    assert sums[0] == 3 and sums[1] == sums[3] == keep.sum()
+    plain_loss(twin, batch, keep, ref, beta).backward()
+    assert norms[0] == pytest.approx(gradients(twin).norm().item(), rel=1e-4)
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    torch.optim.AdamW(twin.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0).step()
+    for mine, its in zip(model.parameters(), twin.parameters()):
+        assert torch.allclose(mine, its, atol=1e-5)
+
+
+def test_selection_is_over_the_whole_batch(tokenizer):
+    """One group's answers carry all the advantage: every kept token must come from it."""
+    model = tiny_model(scale=3)
+    advantages = torch.full((16,), 1e-3)
+    advantages[8:12] = torch.tensor([2.0, -2.0, 2.0, -2.0])
+    batch, kept = make_batch(model, tokenizer, advantages=advantages), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gmts, "policy_gradient", lambda m, b, keep, *_: kept.append(keep) or torch.zeros(()))
+        patch.setattr(gmts, "apply_gradient", lambda *_: 0.0)
+        sums, _ = gmts.learn(make_run(model, tokenizer, select="gmts"), batch)
+    assert kept[0].sum() == math.ceil(Fraction("0.2") * int(batch.mask.sum())) == sums[1]
+    assert kept[0].any(1).nonzero().flatten().tolist() == [8, 9, 10, 11]
+
+
+def test_later_updates_use_the_current_policy(tokenizer):
+    """--updates 2: two slices of the groups, each trained on once; the second is scored by the model as it is then."""
+    model = tiny_model(scale=3)
+    batch, seen = make_batch(model, tokenizer), []
+    run = make_run(model, tokenizer, updates=2)
+    run.optimizer.param_groups[0]["lr"] = 3e-2
+    with pytest.MonkeyPatch.context() as patch:
+        original = gmts.policy_weight
+        patch.setattr(gmts, "policy_weight", lambda new, old, *rest: seen.append((new.clone(), old)) or original(new, old, *rest))
+        _, norms = gmts.learn(run, batch)
+    assert len(norms) == 2
+    (first, old), (second, _) = seen[0], seen[2]
+    assert torch.equal(first, old)
+    slice_mask = second != 0                                                           # tokens of the second slice
+    assert slice_mask.any(1).tolist() == [False] * 8 + [True] * 8
+    assert (second - old)[slice_mask].abs().max() > 1e-3
+
+
+def test_gradients_that_are_not_finite_change_nothing(tokenizer):
+    model = tiny_model()
+    before = [p.clone() for p in model.parameters()]
+    batch = make_batch(model, tokenizer)
+    batch.stats[0, 3] = -math.inf
+    _, norms = gmts.learn(make_run(model, tokenizer), batch)
+    assert not math.isfinite(norms[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_bfloat16_weights_learn_through_float32_masters(tokenizer):
+    model = tiny_model(scale=3).bfloat16()
+    batch = make_batch(model, tokenizer)
+    run = make_run(model, tokenizer, select="all", micro_tokens=40)
+    run.optimizer.param_groups[0]["lr"] = 1e-6
+    masters = run.optimizer.param_groups[0]["params"]
+    before = [m.clone() for m in masters]
+    for _ in range(3):
+        gmts.learn(run, batch)
+    assert all(m.dtype == torch.float32 and w.dtype == torch.bfloat16 for m, w in zip(masters, model.parameters()))
+    moved = torch.cat([(m - b).flatten().abs() for m, b in zip(masters, before)])
+    assert 1e-6 < moved.max() < 1e-5                       # three steps of 1e-6, far below bfloat16's resolution
+    assert all(torch.equal(w, m.bfloat16()) for m, w in zip(masters, model.parameters()))
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+RECORDS = [
+    ({"question": "q", "answer": "text #### 1,234"}, ("q", "1,234")),                                # GSM8K
+    ({"problem": "p", "solution": "thus $\\boxed{\\frac{1}{2}}$."}, ("p", "\\frac{1}{2}")),          # MATH
+    ({"problem": "p", "answer": 27.0}, ("p", "27")),                                                 # AMC
+    ({"input": "i", "target": 40}, ("i", "40")),                                                     # MultiArith
+    ({"Body": "Facts.", "Question": "How many?", "Answer": 198.5}, ("Facts. How many?", "198.5")),   # SVAMP
+    ({"prompt": "p", "final_answer": ["7"]}, ("p", "7")),
+    ({"question": "q", "answer": 0}, ("q", "0")),
+    ({"question": {"stem": "s", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]}, "answerKey": "B"},
+     ("s\n(A) x\n(B) y", "B")),
+    ({"question": "s", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "A"}, ("s\n(A) x\n(B) y", "A")),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_load_problems(tmp_path, suffix):
+    path, records = tmp_path / f"data{suffix}", [record for record, _ in RECORDS]
+    path.write_text(json.dumps(records, indent=1) if suffix == ".json" else "\n\n".join(map(json.dumps, records)) + "\n")
+    assert gmts.load_problems(str(path)) == [problem for _, problem in RECORDS]
+
+
+def test_names_are_downloaded_once(tmp_path, monkeypatch):
+    source = tmp_path / "train.jsonl"
+    source.write_text(json.dumps({"question": "q", "answer": "#### 5"}))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "cache"))
+    monkeypatch.setitem(gmts.ADDRESSES, "gsm8k", source.as_uri())
+    assert gmts.load_problems("gsm8k") == [("q", "5")]
+    source.unlink()
+    assert gmts.load_problems("gsm8k") == [("q", "5")]
+
+
+def test_no_question_is_in_both_splits(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": i}) + "\n" for i in range(300)))
+    train, test = gmts.split_problems(config(data=str(path), eval_size=1000))
+    assert len(train) + len(test) == 300 and 10 < len(test) < 60 and not set(train) & set(test)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"question": "q7", "answer": 7}))
+    train, test = gmts.split_problems(config(data=str(path), eval_data=str(other)))
+    assert test == [("q7", "7")] and len(train) == 299 and ("q7", "7") not in train
+
+
+def test_the_pupil_is_careless_in_the_way_it_says():
+    rng = gmts.random.Random(0)
+    assert gmts.careless_pupil("348+214=", gmts.SimpleNamespace(random=lambda: 0.9, choice=None)) == (
+        "8+4+0=12 4+1+1=06 3+2+0=05 ####562")
+    works = [gmts.careless_pupil("348+214=", rng) for _ in range(4000)]
+    right = sum(gmts.is_correct(work, "562") for work in works) / 4000
+    assert right == pytest.approx(0.3 * 0.97**3, abs=0.03)
+
+
+# ---- Whole runs --------------------------------------------------------------------------------------------
+def run_main(*flags, **environment):
+    """The command line in this process -> the rows of metrics.csv."""
+    gmts.main([str(flag) for flag in flags])
+    out = flags[flags.index("--out") + 1]
+    with open(os.path.join(out, "metrics.csv")) as file:
+        return list(csv.DictReader(file))
+
+
+def save_model(folder, tokenizer, config=Qwen2Config, **options):
+    tiny_model(config, **options).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, tokenizer):
+    """A random model in a folder, a file of sums, and flags for runs of a second."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "model", tokenizer)
+    with open(folder / "data.jsonl", "w") as file:
+        file.writelines(json.dumps({"question": q, "answer": a}) + "\n" for q, a in gmts.demo_problems(80))
+    with open(folder / "reward.py", "w") as file:
+        file.write("def length(completion, answer):\n    return len(completion) % 3\n")
+    return ["--model", folder / "model", "--data", folder / "data.jsonl", "--reward", f"{folder / 'reward.py'}:length",
+            "--prompt", "{question}", "--prompts", 3, "--samples", 4, "--max-tokens", 12, "--steps", 2, "--lr", 1e-3,
+            "--eval-size", 5]
+
+
+@pytest.mark.parametrize("extra", [["--select", select] for select in gmts.SELECTORS]
+                         + [["--beta", 0.1], ["--updates", 3], ["--eval-samples", 3], ["--dtype", "bfloat16"]])
+def test_two_steps_of_everything(tiny, tmp_path, capsys, extra):
+    rows = run_main(*tiny, "--out", tmp_path / "run", *extra)
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert all(math.isfinite(float(value)) for row in rows for value in row.values() if value)
+    share = 1.0 if extra[-1] == "all" else 0.2
+    assert all(share <= float(row["kept"]) < share + 0.05 and float(row["grad_norm"]) > 0 for row in rows[1:])
+    assert bool(rows[0]["pass_at_k"]) == ("--eval-samples" in extra)
+    saved = tmp_path / "run" / "step-000002"
+    assert f"the model is in {saved}" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    before = AutoModelForCausalLM.from_pretrained(tiny[1])
+    assert any(not torch.equal(a.float(), b) for a, b in zip(model.parameters(), before.parameters()))
+    assert AutoTokenizer.from_pretrained(saved)("1+1=").input_ids == [4, 13, 4, 14]
+
+
+def test_a_run_shows_and_keeps_its_configuration(tiny, tmp_path, capsys):
+    run_main(*tiny, "--out", tmp_path / "run", "--seed", 5)
+    printed = capsys.readouterr().out
+    saved = json.load(open(tmp_path / "run" / "config.json"))
+    assert saved["seed"] == 5 and saved["lr"] == 1e-3 and set(saved) == {f.name for f in gmts.fields(gmts.Config)}
+    assert all(f"{name} {value!r}\n" in printed for name, value in saved.items())
+    assert "parameters, torch.float32 on 1 x cpu" in printed and "accuracy 0." in printed
+
+
+def test_evaluating_more_often_changes_nothing(tiny, tmp_path):
+    often = run_main(*tiny, "--out", tmp_path / "often", "--eval-every", 1, "--eval-samples", 2)
+    never = run_main(*tiny, "--out", tmp_path / "never", "--eval-every", 0)
+    assert [row["grad_norm"] for row in often] == [row["grad_norm"] for row in never]
+    assert often[1]["accuracy"] and not never[1]["accuracy"]
+
+
+def test_a_batch_without_signal_is_said_plainly(tiny, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text("def same(completion, answer):\n    return 0\n")
+    rows = run_main(*tiny, "--out", tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:same")
+    assert float(rows[1]["informative"]) == float(rows[1]["grad_norm"]) == float(rows[1]["kept"]) == 0
+    assert capsys.readouterr().out.count("nothing to learn from") == 2
+    model, before = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "run" / "step-000002", tiny[1]))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
+
+
+def test_the_demo_learns_and_shuffled_rewards_do_not(tmp_path):
+    """The demo's warm start, saved, then 25 steps on right answers, or on the toss of a coin."""
+    gmts.set_seed(0)
+    for part in gmts.demo_model(gmts.demo_problems()):
+        part.save_pretrained(tmp_path / "warm")
+    (tmp_path / "coin.py").write_text("import random\ndef toss(completion, answer):\n    return random.randint(0, 1)\n"
+                                      "def right(completion, answer):\n    return completion.endswith('####' + answer)\n")
+    flags = ["--model", tmp_path / "warm", "--data", "demo", "--prompt", "{question}", "--samples", 8, "--max-tokens", 34,
+             "--lr", 5e-4, "--warmup", 5, "--steps", 25, "--eval-size", 100, "--eval-every", 0]
+    learned = run_main(*flags, "--out", tmp_path / "learned")
+    early, late = (sum(float(row["reward"]) for row in rows) / 5 for rows in (learned[1:6], learned[-5:]))
+    assert late > early + 0.15
+    assert float(learned[-1]["accuracy"]) > float(learned[0]["accuracy"]) + 0.2
+    run_main(*flags, "--out", tmp_path / "coin", "--reward", f"{tmp_path / 'coin.py'}:toss")
+    judged = run_main(*flags, "--model", tmp_path / "coin" / "step-000025", "--steps", 0, "--out", tmp_path / "judged")
+    assert float(judged[0]["accuracy"]) < float(learned[0]["accuracy"]) + 0.1
+
+
+# ---- The command line and the documents --------------------------------------------------------------------
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        gmts.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and all(gmts.option(f) in text for f in gmts.fields(gmts.Config))
+
+
+def test_flags_override_the_defaults_of_the_demo():
+    assert gmts.parse([]).samples == gmts.DEMO["samples"] and gmts.parse([]).lr == gmts.DEMO["lr"]
+    assert gmts.parse(["--samples", "5"]).samples == 5
+    assert gmts.parse(["--model", "Qwen2.5-0.5B"]).samples == 16 and gmts.parse(["--model", "x"]).lr == 1e-6
+
+
+def test_a_bare_name_gets_its_organisation(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gmts.AutoModelForCausalLM, "from_pretrained", lambda name, **_: asked.append(name))
+    monkeypatch.setattr(gmts.AutoTokenizer, "from_pretrained", lambda name: None)
+    for name in ("Qwen2.5-0.5B", "SmolLM2-135M", "my/own", "Llama-3.2-1B"):
+        gmts.load_model(name, "float32")
+    assert asked == ["Qwen/Qwen2.5-0.5B", "HuggingFaceTB/SmolLM2-135M", "my/own", "meta-llama/Llama-3.2-1B"]
+
+
+def test_readme_explains_every_column_and_knows_every_flag():
+    readme = open(os.path.join(HERE, "README.md")).read()
+    assert all(f"`{column}`" in readme for column in gmts.COLUMNS)
+    known = {gmts.option(f) for f in gmts.fields(gmts.Config)} | {"--nproc-per-node", "--help"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", readme)) <= known
+
+
+def test_the_file_keeps_to_its_limits():
+    lines = open(os.path.join(HERE, "gmts.py")).read().split("\n")
+    assert len(lines) <= 750 and max(map(len, lines)) <= 110
