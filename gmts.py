@@ -15,8 +15,8 @@ the whole batch, as in the paper's text (its code ranks inside each question and
 Shapes: P prompts, G answers to each, N = P*G answers, L prompt tokens, T answer tokens, V vocabulary,
 D width, K chosen tokens. Start with `python gmts.py`, three minutes on a CPU, and read on from here.
 """
-import argparse, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re, resource
-import runpy, shutil, signal, sys, time
+import argparse, atexit, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re
+import resource, runpy, shutil, signal, sys, time
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from types import SimpleNamespace
@@ -132,14 +132,13 @@ def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temper
     tokens = stop[0].repeat(count, max_tokens)                                              # (N, T)
     mask = torch.zeros_like(tokens, dtype=torch.bool)                                       # (N, T)
     stats = torch.zeros(3, count, max_tokens, device=device)                                # (3, N, T)
-    rows = torch.arange(count, device=device)        # the answers still in the batch         (n,)
-    running = torch.ones_like(rows, dtype=torch.bool)                                       # (n,)
+    rows, running = torch.arange(count, device=device), torch.ones(count, dtype=torch.bool, device=device)
     place = (prompt_mask.cumsum(1) - 1).clamp_min(0)                                        # (P, L)
     output, cache = forward(model, prompt_ids, prompt_mask, place, logits_to_keep=1)
     cache.batch_select_indices(rows // samples)      # a prompt is computed once for its G answers
     logits, place = output.logits[rows // samples, -1], place[rows // samples, -1:]         # (N, V), (N, 1)
     seen = F.pad(prompt_mask, (0, max_tokens), value=1)[rows // samples]                    # (N, L+T)
-    for t in range(max_tokens):
+    for t in range(max_tokens):                      # rows (n,): the answers still in the batch
         token = draw(logits, temperature)                                                   # (n,)
         stats[:, rows, t] = torch.stack(token_stats(logits, token, temperature or 1.0))     # (3, n)
         tokens[rows, t], mask[rows, t] = token, running
@@ -226,9 +225,8 @@ def micro_batches(batch, lengths, budget):
     Groups of short answers come first; a group's answers stay neighbours, since they share their prompt."""
     lengths, owner, prompt = lengths.tolist(), batch.owner.tolist(), batch.prompt_mask.sum(1).tolist()
     longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
-    order = sorted((longest[group], group, row) for row, group in enumerate(owner) if lengths[row])
     packs, groups, widest = [], set(), 0
-    for length, group, row in order:
+    for length, group, row in sorted((longest[g], g, i) for i, g in enumerate(owner) if lengths[i]):
         groups, widest = groups | {group}, max(widest, prompt[group])
         if not packs or (len(packs[-1]) + 1) * length + len(groups) * widest > budget:
             packs, groups, widest = packs + [[]], {group}, prompt[group]
@@ -309,8 +307,8 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:left|right|[,!;:()\[\]$])|[$~*]|\{,\}|(?<=\d),(?=\d{3}(?!\d))(?![^(]*\))", ""),  # 1{,}200 -> 1200
     (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%", " percent"), (r"[−–]", "-"), (r"[{}\\]", ""),
     (r"\s+", " "), (r"\(([\w./-]+)\)", r"\1"), (r"^ ?[A-Za-z] ?= ?| ?\.?\s*$|^ ", ""))]
-NUMBER = re.compile(r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]*\.?[0-9]+)(?: ?/ ?([0-9]+))?( ?[a-z][a-z ]*)?")
-NO_UNIT = re.compile(r"\b(and|or|not|half|dozen|hundred|thousand|[mb]illion|times|plus|minus)\b")
+NUMBER = re.compile(r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]*\.?[0-9]+)(?: ?/ ?([0-9]+))?"
+                    r"( ?(?!(?:and|or|not|half|dozen|hundred|thousand|[mb]illion|times)\b)[a-z][a-z ]*)?")
 
 @functools.lru_cache(10_000)
 def normalise(answer):
@@ -318,7 +316,7 @@ def normalise(answer):
     for pattern, new in REWRITES:
         answer = pattern.sub(new, answer)
     number = NUMBER.fullmatch(answer := answer.lower())
-    if number is None or NO_UNIT.search(answer) or number[4] and int(number[4]) == 0:
+    if number is None or number[4] and int(number[4]) == 0:
         return None, answer.replace(" ", "")
     value = Fraction(number[3]) / int(number[4] or 1) + int(number[2] or 0)
     return (-value if number[1] else value), (number[5] or "").strip().rstrip("s")
@@ -528,9 +526,10 @@ def learn(run, batch):
 def rollout(run, problems, samples, temperature):
     """Samples answers to problems [(prompt, answer), ...] and judges them -> Batch, rewards (P, G)."""
     prompts = run.tokenize([p for p, _ in problems], padding=True, padding_side="left", return_tensors="pt")
-    prompts = prompts.to(run.model.device)
-    tokens, mask, *stats = sample(run.model, prompts.input_ids, prompts.attention_mask, samples,
-                                  run.config.max_tokens, run.ends, temperature, run.progress)
+    seen = prompts.attention_mask.to(run.model.device)                                      # (P, L)
+    prompt_ids = prompts.input_ids.to(seen.device) * seen        # 0: a token every model has (P, L)
+    tokens, mask, *stats = sample(run.model, prompt_ids, seen, samples, run.config.max_tokens, run.ends,
+                                  temperature, run.progress)
     answers, rewards = [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist())], []
     for i, text in enumerate(run.tokenizer.batch_decode(answers, skip_special_tokens=True)):
         with explain(f"the reward of the completion {text[:60]!r}"):
@@ -539,8 +538,8 @@ def rollout(run, problems, samples, temperature):
                 raise ValueError(f"{rewards[-1]} is not a finite number")
     rewards = torch.tensor(rewards, device=mask.device).view(-1, samples)                   # (P, G)
     owner = torch.arange(len(problems), device=mask.device).repeat_interleave(samples)      # (N,)
-    return Batch(prompts.input_ids, prompts.attention_mask, owner, group_advantages(rewards).flatten(),
-                 tokens, mask, torch.stack(stats)), rewards
+    advantages = group_advantages(rewards).flatten()                                        # (N,)
+    return Batch(prompt_ids, seen, owner, advantages, tokens, mask, torch.stack(stats)), rewards
 
 def evaluate(run):
     """The mean reward of K = --eval-samples answers a problem -> {"accuracy"}, with "pass_at_k" if K > 1."""
@@ -570,8 +569,7 @@ def train_step(run):
     chosen = [problems[order[e][i]] for e, i in share]
     batch, rewards = rollout(run, chosen, config.samples, config.temperature)
     lr = config.lr * min(1, (run.step + 1) / max(1, config.warmup))
-    lr *= 1 - (1 - config.lr_end) * run.step / config.steps
-    run.optimizer.param_groups[0]["lr"] = lr
+    run.optimizer.param_groups[0]["lr"] = lr = lr * (1 - (1 - config.lr_end) * run.step / config.steps)
     sums, norms = learn(run, batch)
     sums += [rewards.sum().item(), rewards.numel(), batch.mask.sum().item(), batch.stats[1].sum().item()]
     groups, kept, kept_entropy, ranked, clipped, reward, count, tokens, entropy = map(sum, zip(*gather(sums)))
@@ -613,10 +611,13 @@ def prepare(config):
     run = SimpleNamespace(config=config, step=0, rows=[], busy=False, stop=False, reward=is_correct)
     run.rank, run.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = config.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    with explain(f"--device {config.device}"):
+        torch.empty(0, device=device)
     if device.startswith("cuda"):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if run.world > 1 and not dist.is_initialized():
+    if run.world > 1:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        atexit.register(dist.destroy_process_group)
     if config.reward:
         with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
             path, _, name = config.reward.rpartition(":")
@@ -663,9 +664,9 @@ def prepare(config):
     return run
 
 def train(config):
-    """Trains as the configuration says -> accuracy before, accuracy after."""
+    """Trains as the configuration says -> the rows of the log."""
     run = prepare(config)
-    say = print if run.rank == 0 else lambda *_: None
+    say = print if run.rank == 0 else lambda *_, **__: None
     say(*(f"{name} {value!r}" for name, value in asdict(config).items()), sep="\n")
     say(f"{run.model.num_parameters():,} parameters, {run.model.dtype} on {run.world} x {run.model.device}; "
         f"{len(run.problems):,} problems to train on, {len(run.evaluation):,} to evaluate on, "
@@ -698,9 +699,9 @@ def train(config):
     finally:
         if not run.busy:
             save_checkpoint(run)
-    before, after = run.rows[0]["accuracy"], run.rows[-1]["accuracy"]
-    say(f"accuracy {before:.3f} -> {after:.3f}; the model is in {config.out}/step-{run.step:06d}")
-    return before, after
+    say(f"accuracy {run.rows[0]['accuracy']:.3f} -> {run.rows[-1]['accuracy']:.3f}; the model is in "
+        f"{config.out}/step-{run.step:06d}")
+    return run.rows
 
 def option(f):
     return "--" + f.name.replace("_", "-")
@@ -716,9 +717,8 @@ def parse(argv):
     first, saved = parser.parse_args(argv), {}
     parser.set_defaults(**(DEMO if first.model == "demo" else {}))
     if first.resume:
-        path = os.path.join(first.out, "config.json")
-        with explain("--resume needs --out with the folder of a run"), open(path) as file:
-            saved = json.load(file) | {"resume": True}
+        with explain("--resume needs a run with a checkpoint"), open(first.out + "/config.json") as file:
+            saved = json.load(file) | {"resume": checkpoints(first.out)[-1] != ""}
         parser.set_defaults(**saved)
     config = Config(**vars(parser.parse_args(argv)))
     for f in fields(Config):

@@ -2,6 +2,7 @@
 
 GMTS_BENCH=1 pytest -s -k bench runs the benchmark instead, see the README.
 """
+import copy
 import csv
 import json
 import math
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 
 import gmts
 
+transformers.logging.disable_progress_bar()
 HERE = os.path.dirname(os.path.abspath(gmts.__file__))
 PROMPTS = ["348+214=", "1+2=", "99+1=", "7="]
 
@@ -549,3 +551,336 @@ def test_readme_explains_every_column_and_knows_every_flag():
 def test_the_file_keeps_to_its_limits():
     lines = open(os.path.join(HERE, "gmts.py")).read().split("\n")
     assert len(lines) <= 750 and max(map(len, lines)) <= 110
+
+
+# ---- Nothing lost: checkpoints, signals, several processes --------------------------------------------------
+TIMES = ("tokens_per_s", "seconds", "peak_gb")
+
+
+def without_times(rows):
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def start(*flags, **environment):
+    command = [sys.executable, os.path.join(HERE, "gmts.py"), *map(str, flags)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+
+
+def wait_for(process, text):
+    """Reads the process's lines until one contains `text`."""
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"ended without saying {text!r}")
+
+
+def metrics(out):
+    with open(os.path.join(out, "metrics.csv")) as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("extra", [[], ["--dtype", "bfloat16", "--beta", "0.1", "--select", "random", "--updates", "2"]])
+def test_killed_and_resumed_gives_the_same_figures(tiny, tmp_path, extra):
+    flags = [*tiny, "--steps", 6, "--save-every", 2, "--eval-every", 3, *extra]
+    start(*flags, "--out", tmp_path / "whole").communicate(timeout=60)
+    process = start(*flags, "--out", tmp_path / "cut")
+    wait_for(process, "step 3 ")
+    process.kill()                                                                       # kill -9
+    process.wait()
+    assert len(gmts.checkpoints(str(tmp_path / "cut"))) == 1
+    start("--resume", "--out", tmp_path / "cut").communicate(timeout=60)
+    resumed, whole = metrics(tmp_path / "cut"), metrics(tmp_path / "whole")
+    assert without_times(resumed) == without_times(whole) and len(whole) == 7
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "step-000006") for name in ("whole", "cut"))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_last_whole_step(tiny, tmp_path, sent):
+    flags = [*tiny, "--steps", 400, "--save-every", 1000, "--eval-every", 0, "--out", tmp_path / "run"]
+    process = start(*flags)
+    wait_for(process, "step 4 ")
+    process.send_signal(sent)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "stopped; --resume goes on" in said and "Traceback" not in said
+    steps = [int(row["step"]) for row in metrics(tmp_path / "run")]
+    saved, = gmts.checkpoints(str(tmp_path / "run"))
+    assert steps == list(range(steps[-1] + 1)) and int(saved[-6:]) == steps[-1] >= 4
+    AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_kill_at_any_moment_of_saving_leaves_a_whole_checkpoint(tiny, tmp_path, monkeypatch):
+    """Fails, in turn, every call that saving makes, as a kill would, and looks for a whole checkpoint each time."""
+    run = gmts.prepare(gmts.parse([str(f) for f in [*tiny, "--out", tmp_path / "run"]]))
+    gmts.save_checkpoint(run)
+    for target, name in [(run.model, "save_pretrained"), (run.tokenizer, "save_pretrained"), (torch, "save"),
+                         (os, "rename"), (gmts.shutil, "rmtree")]:
+        run.step += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                gmts.save_checkpoint(run)
+        newest = gmts.checkpoints(run.config.out)[-1]
+        AutoModelForCausalLM.from_pretrained(newest)
+        assert torch.load(newest + "/trainer.pt", weights_only=True)["step"] == int(newest[-6:])
+    run.step += 1
+    gmts.save_checkpoint(run)
+    assert [os.path.basename(path) for path in gmts.checkpoints(run.config.out)] == [f"step-{run.step:06d}"]
+
+
+def parallel_worker(rank, folder):
+    """One of two processes: its half of a batch, and a shard of the gradient that must add up to the whole."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=open(folder + "/port").read())
+    torch.distributed.init_process_group("gloo")
+    whole, model = torch.load(folder + "/batch.pt", weights_only=False), tiny_model(scale=3)
+    for case, (updates, beta, cut) in enumerate(CASES_OF_TWO):
+        mine = slice(0, cut) if rank == 0 else slice(cut, len(whole.prompt_ids))
+        rows = slice(mine.start * 4, mine.stop * 4)
+        part = gmts.Batch(whole.prompt_ids[mine], whole.prompt_mask[mine], whole.owner[rows] - mine.start,
+                          whole.advantages[rows], whole.tokens[rows], whole.mask[rows], whole.stats[:, rows])
+        torch.save(learn_recorded(model, part, rank, 2, updates, beta), f"{folder}/{case}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+CASES_OF_TWO = [(1, 0.0, 2), (1, 0.2, 1), (2, 0.0, 2), (1, 0.0, 3)]        # updates, beta, prompts of the first process
+
+
+def learn_recorded(model, batch, rank, world, updates, beta):
+    """What learn() keeps and the gradient (before clipping) that it would take a step on."""
+    kept, taken, original = [], [], gmts.policy_gradient
+    run = make_run(model, None, updates=updates, beta=beta)
+    run.rank, run.world, run.reference = rank, world, tiny_model(scale=3.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gmts, "policy_gradient", lambda m, b, keep, *rest: kept.append(keep.clone()) or original(m, b, keep, *rest))
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, _: taken.append(gradients(model)) or taken[-1].norm())
+        patch.setattr(run.optimizer, "step", lambda: None)
+        sums, norms = gmts.learn(run, batch)
+    return dict(kept=kept, taken=taken, sums=sums)
+
+
+def test_two_processes_are_one(tmp_path, tokenizer):
+    """Same rollouts in: the same tokens kept and the same gradient as in one process; the last case leaves the second
+    process a single group without any signal."""
+    batch = make_batch(tiny_model(scale=3), tokenizer)
+    batch.advantages[12:] = 0
+    torch.save(batch, tmp_path / "batch.pt")
+    with gmts.contextlib.closing(__import__("socket").socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    torch.multiprocessing.spawn(parallel_worker, (str(tmp_path),), nprocs=2)
+    for case, (updates, beta, _) in enumerate(CASES_OF_TWO):
+        if updates > 1:
+            continue                                   # slices are made of each process's own groups: see below
+        one = learn_recorded(tiny_model(scale=3), batch, 0, 1, updates, beta)
+        halves = [torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True) for rank in (0, 1)]
+        assert torch.equal(torch.cat([half["kept"][0] for half in halves]), one["kept"][0])
+        assert np.allclose(np.sum([half["sums"] for half in halves], axis=0), one["sums"], rtol=1e-5)
+        for half in halves:
+            assert torch.allclose(half["taken"][0], one["taken"][0], atol=1e-6)
+    halves = [torch.load(tmp_path / f"2-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert len(halves[0]["taken"]) == len(halves[1]["taken"]) == 2
+    assert all(torch.equal(a, b) for a, b in zip(halves[0]["taken"], halves[1]["taken"]))
+
+
+def test_torchrun(tiny, tmp_path):
+    """Two processes over three prompts: one log, one checkpoint, the model the same as it would be on its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               os.path.join(HERE, "gmts.py"), *map(str, tiny), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 1 ") == 1 and "on 2 x cpu" in done.stdout
+    assert [row["step"] for row in metrics(tmp_path / "run")] == ["0", "1", "2"]
+    assert len(gmts.checkpoints(str(tmp_path / "run"))) == 1
+
+
+def test_when_one_process_dies_the_others_end(tiny, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               os.path.join(HERE, "gmts.py"), *map(str, tiny), "--steps", "4000", "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_for(process, "step 2 ")
+    workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "gmts.py"], capture_output=True, text=True).stdout.split()
+    assert len(workers) == 2
+    os.kill(int(workers[1]), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+
+
+# ---- Nothing silent: what goes wrong ends in one line -------------------------------------------------------
+def fails(capsys, *flags):
+    """The one line on stderr with which the command line ends, with exit status 2."""
+    with pytest.raises(SystemExit) as stop:
+        gmts.main([str(flag) for flag in flags])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and said.startswith("gmts.py: ") and len(said) < 1100, said
+    return said
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--sample", 4], "--sample"),
+    (["--steps", "many"], "--steps"),
+    (["--select", "best"], "--select"),
+    (["--fraction", 0], "--fraction"),
+    (["--fraction", 1.1], "--fraction"),
+    (["--fraction", "nan"], "--fraction"),
+    (["--samples", 1], "--samples"),
+    (["--temperature", 0], "--temperature"),
+    (["--lr", -1], "--lr"),
+    (["--device", "toaster"], "--device toaster"),
+    (["--data", "missing.jsonl"], "missing.jsonl"),
+    (["--eval-data", "missing.jsonl"], "missing.jsonl"),
+    (["--model", "/missing/model"], "/missing/model"),
+    (["--reward", "missing.py:f"], "missing.py"),
+    (["--reward", "nonsense"], "nonsense"),
+    (["--resume"], "--resume"),
+    (["--out", "/proc/run"], "/proc/run"),
+])
+def test_bad_flags_end_in_one_line(tiny, tmp_path, capsys, flags, words):
+    assert words in fails(capsys, *tiny, "--out", tmp_path / "run", *flags)
+
+
+@pytest.mark.parametrize("content, words", [
+    ("", "empty"),
+    ('{"question": "1+1=", "answer": 2}\n{"question": "1+1="}\n', "line 2: no answer"),
+    ('{"answer": 2}\n', "line 1: no question"),
+    ('{"question": "q", "answer": 2}\n\n{"question"\n', "line 3"),
+    ('[{"question": "q", "answer": 2},\n {"question": }]', "line 2"),
+    ('["q"]', "record 1"),
+    ('{"question": {"stem": "q"}, "answer": 1}', "line 1"),
+    ('{"question": "q", "answer": {"a": 1}}', "line 1: no answer"),
+    ("\xff\xfe\x00", "utf-8"),
+    ('{"question": "q", "answer": 2}', "too few"),
+    ("[" * 100_000, "data"),
+])
+def test_bad_data_ends_in_one_line(tiny, tmp_path, capsys, content, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content.encode("latin-1"))
+    said = fails(capsys, *tiny, "--out", tmp_path / "run", "--data", path)
+    assert words in said and str(path) in said
+
+
+@pytest.mark.parametrize("body, words", [
+    ("raise RuntimeError('broken at load')", "broken at load"),
+    ("def f(completion, answer):\n    return 1 / 0", "division by zero"),
+    ("def f(completion, answer):\n    return None", "NoneType"),
+    ("def f(completion, answer):\n    return float('nan')", "not a finite number"),
+    ("def f(completion, answer):\n    return 'good'", "good"),
+    ("def g(completion, answer):\n    return 1", "f"),
+])
+def test_bad_rewards_end_in_one_line(tiny, tmp_path, capsys, body, words):
+    (tmp_path / "reward.py").write_text(body)
+    assert words in fails(capsys, *tiny, "--out", tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:f")
+
+
+def test_bad_models_end_in_one_line(tiny, tmp_path, capsys, tokenizer, monkeypatch):
+    flags = [*tiny, "--out", tmp_path / "run"]
+    model = tmp_path / "model"
+    save_model(model, tokenizer)
+    (model / "model.safetensors").write_bytes(b"damaged")
+    assert "model" in fails(capsys, *flags, "--model", model)
+    save_model(tmp_path / "short", tokenizer, max_position_embeddings=16)
+    assert "longer than the model's context" in fails(capsys, *tiny, "--out", tmp_path / "a", "--model", tmp_path / "short")
+    endless = tiny_model(eos_token_id=None)
+    endless.generation_config.eos_token_id = None
+    silent = transformers.PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer))
+    monkeypatch.setattr(gmts, "load_model", lambda *_: (endless, silent))
+    assert "no end token" in fails(capsys, *tiny, "--out", tmp_path / "b")
+
+
+def test_long_prompts_are_left_out_and_counted(tiny, tmp_path, capsys, tokenizer):
+    with open(tmp_path / "data.jsonl", "w") as file:
+        file.writelines(json.dumps({"question": "1" * (10 + 2 * i), "answer": 1}) + "\n" for i in range(50))
+    save_model(tmp_path / "model", tokenizer, max_position_embeddings=64)
+    run_main(*tiny, "--out", tmp_path / "run", "--data", tmp_path / "data.jsonl", "--model", tmp_path / "model",
+             "--eval-data", tiny[3])
+    assert "28 left out as too long" in capsys.readouterr().out              # 64 - 12 = 52 tokens fit: 22 questions
+
+
+def test_bad_resumes_end_in_one_line(tiny, tmp_path, capsys, tokenizer):
+    out = tmp_path / "run"
+    run_main(*tiny, "--out", out)
+    assert str(out) in fails(capsys, *tiny, "--out", out)                                   # not overwritten
+    assert "--seed 1: the run to resume has 0" in fails(capsys, *tiny, "--out", out, "--resume", "--seed", 1)
+    assert "--select" in fails(capsys, "--out", out, "--resume", "--select", "random")
+    assert "--resume" in fails(capsys, "--out", tmp_path / "nothing", "--resume")
+    trainer = gmts.checkpoints(str(out))[0] + "/trainer.pt"
+    with open(trainer, "r+b") as file:
+        file.truncate(100)
+    assert "checkpoint" in fails(capsys, "--out", out, "--resume")
+    other = tiny_model(hidden_size=16)
+    torch.save(dict(step=2, rows=[], masters=[], optimizer=gmts.make_optimizer(other).state_dict()
+               | {"param_groups": [{"params": [0]}]}), trainer)
+    assert "checkpoint" in fails(capsys, "--out", out, "--resume")
+    gmts.shutil.rmtree(gmts.checkpoints(str(out))[0])
+    assert "checkpoint" in fails(capsys, "--out", out, "--resume")
+
+
+def test_a_run_of_bad_gradients_ends_with_its_last_good_checkpoint(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gmts, "policy_gradient", lambda *_: torch.tensor(math.nan))
+    assert "not finite in 10 steps" in fails(capsys, *tiny, "--out", tmp_path / "run", "--steps", 30, "--eval-every", 0)
+    assert [row["skipped"] for row in metrics(tmp_path / "run")] == [""] + ["1"] * 10
+    saved, = gmts.checkpoints(str(tmp_path / "run"))
+    model, before = (AutoModelForCausalLM.from_pretrained(f) for f in (saved, tiny[1]))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
+
+
+def test_out_of_memory_names_the_flags_to_lower(tiny, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(gmts, "policy_gradient", full)
+    assert "--micro-tokens" in fails(capsys, *tiny, "--out", tmp_path / "run")
+
+
+# ---- Models of many kinds -----------------------------------------------------------------------------------
+KINDS = {
+    "qwen2": (Qwen2Config, {}),
+    "qwen2, sliding window": (Qwen2Config, dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3, tied": (Qwen3Config, dict(tie_word_embeddings=True)),
+    "llama": (LlamaConfig, dict(tie_word_embeddings=False)),
+    "mistral, sliding window": (transformers.MistralConfig, dict(sliding_window=6)),
+    "gemma": (transformers.GemmaConfig, {}),
+    "gemma 2": (transformers.Gemma2Config, dict(sliding_window=6, final_logit_softcapping=5.0, attn_logit_softcapping=20.0,
+                                                query_pre_attn_scalar=8)),
+    "gemma 3": (transformers.Gemma3TextConfig, dict(sliding_window=6, query_pre_attn_scalar=8)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_samples_and_learns_exactly(kind, tokenizer):
+    """The sampler's statistics, and the shared prompt's gradient, are those of plain full forwards."""
+    config_class, options = KINDS[kind]
+    model = tiny_model(config_class, scale=2, **options)
+    batch = make_batch(model, tokenizer, samples=3, max_tokens=10)
+    oracle = Categorical(logits=full_logits(model, batch)).log_prob(batch.tokens)
+    assert torch.allclose(batch.stats[0][batch.mask], oracle[batch.mask], atol=1e-4)
+    keep = gmts.select_top(batch.stats[1], batch.mask, 0.3)
+    plain_loss(model, batch, keep).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    gmts.policy_gradient(model, batch, keep, int(keep.sum()), config(micro_tokens=60), batch.stats[0])
+    assert torch.allclose(gradients(model), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3, tied", "llama", "gemma", "mistral, sliding window"])
+def test_every_kind_of_model_trains(kind, tiny, tmp_path, tokenizer):
+    config_class, options = KINDS[kind]
+    model = save_model(tmp_path / "model", tokenizer, config_class, **options)
+    rows = run_main(*tiny, "--out", tmp_path / "run", "--model", model)
+    assert len(rows) == 3 and all(float(row["grad_norm"]) > 0 for row in rows[1:])
+
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<stop>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def test_chat_templates_and_end_tokens(tokenizer):
+    model = tiny_model()
+    assert gmts.render(tokenizer, "1+1=") == "1+1=" and gmts.end_tokens(model, tokenizer) == {0}
+    model.generation_config.eos_token_id = [0, 5]
+    assert gmts.end_tokens(model, tokenizer) == {0, 5}
+    chatty = gmts.demo_model([("1+1=", "2")], steps=0)[1]
+    chatty.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    chatty.chat_template = CHAT
+    assert gmts.render(chatty, "1+1=") == "<user>1+1=<stop><a>"
+    assert gmts.end_tokens(model, chatty) == {0, 5, chatty.convert_tokens_to_ids("<stop>")}
