@@ -58,7 +58,7 @@ class Config:
     reward: str = flag("", "FILE.py:FUNCTION, f(completion, answer) -> number; if empty, the verifier")
     select: str = flag("gmts", "what ranks the tokens", choices=SELECTORS)
     fraction: float = flag(0.2, "share of the tokens to train on", 0)
-    prompts: int = flag(32, "questions a step (P)", 1)
+    prompts: int = flag(32, "questions a step (P), at least one a process", int(os.getenv("WORLD_SIZE", "1")))
     samples: int = flag(16, "answers to each question (G)", 2)
     max_tokens: int = flag(512, "longest answer in tokens (T)", 1)
     temperature: float = flag(1.0, "of sampling, and of evaluation with several samples", 0)
@@ -71,7 +71,7 @@ class Config:
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - this", 0)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + this", 0)
     micro_tokens: int = flag(8192, "tokens in one forward and backward pass; lower it if memory runs out", 1)
-    grad_clip: float = flag(1.0, "largest gradient norm", 0)
+    grad_clip: float = flag(1.0, "largest gradient norm; inf: no limit", 1e-9)
     eval_every: int = flag(20, "steps between evaluations; 0: only before and after", 0)
     eval_size: int = flag(500, "questions to evaluate on", 1)
     eval_samples: int = flag(1, "answers to each: 1 is greedy, K gives mean accuracy and pass@K", 1)
@@ -87,9 +87,9 @@ DEMO = dict(data="demo", prompt="{question}", samples=8, max_tokens=34, lr=3e-4,
             steps=300, eval_size=1000, eval_every=60)
 
 # ---- Sampling: our own short loop, whose logits give every token's statistics for free ---------------------
-def in_chunks(function, vocabulary, *tensors):
+def in_chunks(function, vocabulary, *tensors, least=1):
     """`function` of a few rows at a time, 4 MB of logits on a CPU: memory does not grow with the rows."""
-    rows = max(1, 2**(20 if tensors[0].device.type == "cpu" else 26) // vocabulary)
+    rows = max(least, 2**(20 if tensors[0].device.type == "cpu" else 26) // vocabulary)
     return torch.cat([function(*chunk) for chunk in zip(*(x.split(rows) for x in tensors))], dim=-1)
 
 def token_stats(logits, tokens, temperature=1.0):
@@ -144,7 +144,7 @@ def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temper
         tokens[rows, t], mask[rows, t] = token, running
         running = running & ~torch.isin(token, stop)                                        # (n,)
         if t % every == 0 and not running.all():     # ended answers leave: the cost is the sum of the lengths
-            stay = running.nonzero()[:, 0]  # (a look at `running` makes a CPU wait for its GPU: seldom)
+            stay = running.nonzero()[:, 0]           # (looking at `running` makes a CPU wait for its GPU)
             rows, token, place, seen, running = (x[stay] for x in (rows, token, place, seen, running))
             cache.batch_select_indices(stay)
         if t + 1 == max_tokens or len(rows) == 0:
@@ -270,17 +270,17 @@ def score_tokens(model, batch, mask, config):
         return torch.stack(token_stats(head(model, hidden), tokens, config.temperature))    # (3, rows)
     stats = torch.zeros_like(batch.stats)                                                   # (3, N, T)
     for place, hidden in masked_states(model, batch, mask, config.micro_tokens):
-        stats[:, *place] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[place])
+        stats[:, *place] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[place], least=128)
     return stats
 
 def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
     """Adds the gradient of policy_loss over the tokens in `keep` (N, T) to the parameters -> the loss.
-    Logits exist a chunk at a time, as the backward pass computes them again: no (N, T, V) tensor is made."""
+    Logits exist for some tokens at a time and are computed again by the backward pass: never an (N, T, V)."""
     def of_rows(hidden, tokens):
         return -F.cross_entropy(head(model, hidden).float() / config.temperature, tokens, reduction="none")
     recomputed, total = functools.partial(checkpoint, of_rows, use_reentrant=False), 0.0
     for place, hidden in masked_states(model, batch, keep, config.micro_tokens):
-        logprobs = in_chunks(recomputed, model.config.vocab_size, hidden, batch.tokens[place])  # (K,)
+        logprobs = in_chunks(recomputed, model.config.vocab_size, hidden, batch.tokens[place], least=128)
         loss = policy_loss(logprobs, batch.stats[0][place], batch.advantages[place[0]], denominator,
                            config.clip_low, config.clip_high, ref_logprobs[place], config.beta)
         loss.backward()
@@ -499,11 +499,11 @@ def apply_gradient(run, loss):
 
 def learn(run, batch):
     """Ranks the tokens of informative groups, takes --updates steps on the best -> sums of the log, norms."""
-    config, norms, sums = run.config, [], torch.zeros(5)
-    clip = config.clip_low, config.clip_high
+    config, norms, clip = run.config, [], (run.config.clip_low, run.config.clip_high)
     informative = batch.advantages.view(len(batch.prompt_ids), -1).ne(0).any(dim=1)         # (P,)
     part = (informative.cumsum(0) - 1) * config.updates // informative.sum().clamp_min(1)   # (P,)
     part = torch.where(informative, part, -1)[batch.owner, None]                            # (N, 1)
+    sums = torch.tensor([int(informative.sum()), 0.0, 0, 0, 0])
     old, advantages = batch.stats[0], batch.advantages[:, None].expand_as(batch.mask)       # (N, T)
     ref = score_tokens(run.reference, batch, batch.mask & (part >= 0), config)[0] if config.beta else old
     for update in range(config.updates):
@@ -512,8 +512,8 @@ def learn(run, batch):
         weight = policy_weight(stats[0], old, advantages, *clip, ref, config.beta)          # (N, T)
         scores = token_scores(config.select, stats[1], stats[2], weight)[mask]              # (n,)
         everyone = gather(scores.nan_to_num(math.inf).cpu())     # NaN must surface, as a skipped update
-        scores = torch.cat(everyone)                             # ranked over the batch of all processes
-        chosen = select_top(scores, scores >= 0, 1 if config.select == "all" else config.fraction)
+        scores, share = torch.cat(everyone), 1 if config.select == "all" else config.fraction
+        chosen = select_top(scores, torch.ones_like(scores).bool(), share)
         mine = chosen.split([len(part) for part in everyone])[run.rank].to(mask.device)     # (n,)
         keep = mask.masked_scatter(mask, mine)                                              # (N, T)
         clipped = (policy_weight(stats[0], old, advantages, *clip) == 0) & (advantages != 0) & mask
@@ -521,7 +521,7 @@ def learn(run, batch):
         if chosen.any():
             loss = policy_gradient(run.model, batch, keep, int(chosen.sum()), config, ref)
             norms.append(apply_gradient(run, loss))
-    return [int(informative.sum()), *sums.tolist()[1:]], norms
+    return sums.tolist(), norms
 
 def rollout(run, problems, samples, temperature):
     """Samples answers to problems [(prompt, answer), ...] and judges them -> Batch, rewards (P, G)."""

@@ -429,6 +429,55 @@ def test_the_pupil_is_careless_in_the_way_it_says():
     assert right == pytest.approx(0.3 * 0.97**3, abs=0.03)
 
 
+# ---- The verifier ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("completion, answer", [
+    (r"so \boxed{7} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (r"\boxed {x} and \fbox{9}", "9"),
+    (r"<think>\boxed{10}</think> it is \boxed{11}", "11"),
+    (r"<think>#### 10</think> I cannot say", None),
+    ("8+4+0=12 4+1+1=06 ####562", "562"),
+    ("reasons\n#### $1,234\nmore", "1,234"),
+    ("The answer is **42**. It was easy.", "42"),
+    ("Answer: 3.14\nbye", "3.14"),
+    ("I get 42", None), ("", None), (r"\boxed{}", None), (r"\boxed{1", None), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+])
+def test_extract_answer(completion, answer):
+    assert gmts.extract_answer(completion) == answer
+
+
+RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50", ".5"), ("0.50", r"\frac12"), ("0.50", "1/2"),
+         ("0.50", r"\frac 1 2"), (r"\frac{1}{2}", r"\dfrac{2}{4}"), (r"2\frac{3}{4}", "11/4"), (r"2\frac{3}{4}", "2.75"),
+         (r"\$4.50", "4.5 dollars"), ("60", r"60^\circ"), ("60", "60 degrees"), ("5", "5 apples"), ("5", "x = 5"), ("12", "12."),
+         ("12", r"12\text{ cm}"), ("10", r"10\%"), ("-3", "−3"), ("562", "0562"), ("7", r"\left(7\right)"), ("C", "(C)"),
+         (r"\text{Tuesday}", "tuesday."), (r"\sqrt{2}", r"\sqrt 2"), (r"(1, 2)", "(1,2)"), ("9007199254740993", "9007199254740993"),
+         ("9" * 1500, "9" * 1500), ("1/3", "2/6"), ("-1/2", r"-\frac{1}{2}")]
+WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", "0.333"), ("12 cm", "12 m"), ("7", "7 or 8"),
+         ("7", "7 million"), ("7", "7, 8"), ("(1,2)", "(2,1)"), ("(1,200)", "1200"), ("9007199254740993", "9007199254740992"),
+         ("C", "B"), ("C", "(B) not (C)"), (r"\sqrt{2}", "2"), ("5", "2+3"), ("0.5", "50"), ("1", "1/0"), ("5", ""), ("5", "five"),
+         ("1", "True"), ("0", "nan"), ("1", "inf"), ("10", "1e1"), ("2", "x^2")]
+
+
+@pytest.mark.parametrize("gold, answer, right", [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG])
+def test_answers_match(gold, answer, right):
+    assert gmts.answers_match(answer, gold) is right
+    assert gmts.is_correct(rf"so $\boxed{{{answer}}}$", gold) is (right and answer != "")
+
+
+def test_the_verifier_bears_hostile_text():
+    """Whatever a policy writes: an answer of True or False, no exception, in linear time, without running it."""
+    rng, fragments = gmts.random.Random(0), [*r"{}[]()$^_,.=+-*/!<>| 0123456789xyzπ−😀", "\x00", r"\frac", r"\sqrt", r"\boxed{", r"\text{",
+                                             r"\circ", "####", "answer is", "</think>", "__import__('os')", "9**9**9", r"\left("]
+    texts = ["".join(rng.choices(fragments, k=rng.randrange(30))) for _ in range(3000)]
+    texts += [fragment * 20_000 for fragment in (r"\boxed{", "{", "}", "9", r"\frac", "answer is ", "####", " ", "(", r"\text{", "1,000")]
+    texts += ["\\boxed{" + fragment * 600 + "}" for fragment in ("9", "(", "1 ", r"\frac1", "{}", "a ", "1,")]
+    for text in texts:
+        start = time.perf_counter()
+        for gold in ("5", r"\frac{1}{2}", text[:50]):
+            assert type(gmts.is_correct(text, gold)) is type(gmts.answers_match(text, gold)) is bool
+        assert time.perf_counter() - start < 1
+
+
 # ---- Whole runs --------------------------------------------------------------------------------------------
 def run_main(*flags, **environment):
     """The command line in this process -> the rows of metrics.csv."""
@@ -884,3 +933,151 @@ def test_chat_templates_and_end_tokens(tokenizer):
     chatty.chat_template = CHAT
     assert gmts.render(chatty, "1+1=") == "<user>1+1=<stop><a>"
     assert gmts.end_tokens(model, chatty) == {0, 5, chatty.convert_tokens_to_ids("<stop>")}
+
+
+# ---- The benchmark: GMTS_BENCH=1 [GMTS_BENCH_MODEL=folder of SmolLM2-135M] pytest -s -k bench ----------------
+# Both sides in processes of their own, in turn: same model, prompts, group size, lengths, dtype and threads.
+def bench_setting(name, folder):
+    """-> model folder (made where it is missing), 8 prompts of about 70 tokens, longest answer."""
+    if name == "smollm2":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        words = "There are {} boxes of pens in the shop and each box holds {} pens. How many pens are there in all of them?"
+        return folder, [gmts.render(tokenizer, words.format(7 + i, 12 + i)) for i in range(8)], 64
+    if not os.path.exists(folder):
+        torch.manual_seed(0)
+        vocabulary = int(name.split("-")[1])
+        words = gmts.Tokenizer(gmts.models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w1"))
+        words.pre_tokenizer = gmts.pre_tokenizers.Whitespace()
+        gmts.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder)
+        AutoModelForCausalLM.from_config(Qwen2Config(
+            vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=0)).save_pretrained(folder)
+    return folder, [" ".join(f"w{7 * i + j}" for j in range(70)) for i in range(8)], 128
+
+
+def bench_step(side, name, folder, repeats, samples=8, longer=1, fraction=0.2):
+    """Whole steps of 8 prompts x 8 answers, all of full length -> medians of seconds and the peak memory in GB."""
+    folder, prompts, length = bench_setting(name, folder)
+    length, tokenizer = length * longer, gmts.PreTrainedTokenizerFast.from_pretrained(folder)
+    counter, times, marks = iter(range(10**9)), [], []
+    if side == "gmts":
+        model = gmts.load_model(folder, "float32")[0]
+        run = make_run(model.eval(), tokenizer, prompts=8, samples=samples, max_tokens=length, fraction=fraction,
+                       micro_tokens=2048, lr=1e-6)
+        run.problems, run.step, run.ends, run.progress = [(prompt, "") for prompt in prompts], 0, {-1}, None
+        run.reward = lambda completion, answer: next(counter) % 3
+        run.tokenize = gmts.functools.partial(tokenizer, add_special_tokens=False)
+        learn = gmts.learn
+        gmts.learn = lambda *args: (marks.append(time.perf_counter()), learn(*args))[1]
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            gmts.train_step(run)
+            times.append((start, marks[-1], time.perf_counter()))
+    else:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+        trainer = GRPOTrainer(
+            folder, lambda completions, **_: [float(next(counter) % 3) for _ in completions],
+            GRPOConfig(output_dir="/tmp/gmts-bench-trl", per_device_train_batch_size=64, num_generations=8,
+                       max_completion_length=length, max_steps=repeats + 1, learning_rate=1e-6, beta=0.0, loss_type="dapo",
+                       top_entropy_quantile=0.2, epsilon_high=0.28, temperature=1.0, bf16=False, use_cpu=True,
+                       gradient_checkpointing=False, generation_kwargs={"min_new_tokens": length}, save_strategy="no",
+                       report_to="none", logging_strategy="no", disable_tqdm=True, model_init_kwargs={"dtype": "float32"}),
+            processing_class=tokenizer, train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]))
+
+        class Watch(transformers.TrainerCallback):
+            def on_step_begin(self, *_, **__):
+                marks.append(time.perf_counter())
+
+            def on_step_end(self, *_, **__):
+                times.append((*marks[-2:], time.perf_counter()))
+        generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: (generate(inputs), marks.append(time.perf_counter()))[0]
+        trainer.add_callback(Watch())
+        trainer.train()
+    times = np.array(times[1:])
+    parameters = sum(p.numel() for p in (run.model if side == "gmts" else trainer.model).parameters())
+    peak = gmts.resource.getrusage(gmts.resource.RUSAGE_SELF).ru_maxrss * 1024
+    return dict(step=np.median(times[:, 2] - times[:, 0]), update=np.median(times[:, 2] - times[:, 1]),
+                sampling=np.median(times[:, 1] - times[:, 0]), memory=(peak - 16 * parameters) / 1e9)
+
+
+def bench_sampling(side, name, folder, repeats):
+    """64 answers whose lengths are geometric with a mean of a quarter of the longest -> median seconds."""
+    folder, prompts, length = bench_setting(name, folder)
+    model, tokenizer = gmts.load_model(folder, "float32")[0], gmts.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
+    lengths = torch.tensor(np.random.default_rng(0).geometric(4 / length, 64).clip(1, length))
+    end, times, original = tokenizer.eos_token_id, [], gmts.draw
+
+    class EndAt(transformers.LogitsProcessor):
+        def __call__(self, ids, scores):
+            done = lengths == ids.shape[1] - batch.input_ids.shape[1] + 1
+            scores[:, end] = -math.inf
+            scores[done] = -math.inf
+            scores[done, end] = 0
+            return scores
+
+    for _ in range(repeats + 1):
+        left, place = lengths.clone(), iter(range(1, length + 1))
+
+        def draw(logits, temperature):
+            nonlocal left
+            ends, tokens = left == next(place), original(logits, temperature)
+            left = left[~ends]
+            return torch.where(ends, end, tokens.where(tokens != end, end + 1))
+        start = time.perf_counter()
+        if side == "gmts":
+            gmts.draw = draw
+            mask = gmts.sample(model, batch.input_ids, batch.attention_mask, 8, length, {end}, 1.0)[1]
+            assert mask.sum(1).tolist() == lengths.tolist()
+        else:
+            model.generate(**batch, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=length,
+                           num_return_sequences=8, eos_token_id=end, pad_token_id=end,
+                           logits_processor=transformers.LogitsProcessorList([EndAt()]))
+        times.append(time.perf_counter() - start)
+    return dict(geometric=np.median(times[1:]))
+
+
+def in_a_process(function, *arguments):
+    code = f"import json, test_gmts; print(json.dumps(test_gmts.{function}(*{arguments!r}), default=float))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().split("\n")[-1])
+
+
+bench = pytest.mark.skipif("GMTS_BENCH" not in os.environ, reason="the benchmark runs when GMTS_BENCH is set")
+
+
+@bench
+@pytest.mark.parametrize("name", ["smollm2", "qwen2-151936"])
+def test_bench(name):
+    folder = os.environ.get("GMTS_BENCH_MODEL", "") if name == "smollm2" else f"/tmp/gmts-bench-{name}"
+    if name == "smollm2" and not folder:
+        pytest.skip("GMTS_BENCH_MODEL is not set")
+    pytest.importorskip("trl")
+    bench_setting(name, folder)
+    results, rounds = {"gmts": [], "trl": []}, int(os.environ["GMTS_BENCH"])
+    for _ in range(rounds):
+        for kind in ("bench_step", "bench_sampling"):
+            for side, found in results.items():
+                found.append(in_a_process(kind, side, name, folder, 1))
+    print(f"\n{name}, {torch.get_num_threads()} threads, torch {torch.__version__}: medians (and range) of {rounds} processes each")
+    for key, unit in [("step", "s"), ("update", "s"), ("sampling", "s"), ("geometric", "s"), ("memory", "GB")]:
+        ours, trl = ([row[key] for row in results[side] if key in row] for side in results)
+        print(f"{key:10} gmts {np.median(ours):7.2f} {unit} ({min(ours):.2f}-{max(ours):.2f})   trl/generate {np.median(trl):7.2f} "
+              f"{unit} ({min(trl):.2f}-{max(trl):.2f})   ratio {np.median(ours) / np.median(trl):.2f}")
+
+
+@bench
+def test_bench_growth():
+    """Step and peak memory of gmts alone on a random Qwen2 of 4 layers x 256 with 37,984 tokens, 8 x 8 answers of 128."""
+    for label, vocabulary, *changes in [("all tokens", 37_984, 8, 1, 1.0), ("fraction 0.5", 37_984, 8, 1, 0.5),
+                                        ("fraction 0.2", 37_984, 8, 1, 0.2), ("fraction 0.05", 37_984, 8, 1, 0.05),
+                                        ("twice the samples", 37_984, 16, 1, 0.2), ("twice the length", 37_984, 8, 2, 0.2),
+                                        ("four times the vocabulary", 151_936, 8, 1, 0.2)]:
+        name, folder = f"qwen2-{vocabulary}", f"/tmp/gmts-bench-qwen2-{vocabulary}"
+        bench_setting(name, folder)
+        rows = [in_a_process("bench_step", "gmts", name, folder, 1, *changes) for _ in range(int(os.environ["GMTS_BENCH"]))]
+        print(f"\n{label:26}", *(f"{key} {np.median([row[key] for row in rows]):6.2f}" for key in rows[0]), end="")
