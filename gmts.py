@@ -11,11 +11,10 @@ and trains on the 20% with the largest delta. Where this file leaves the paper: 
 all equally good) leave the batch before the ranking, for every selector alike; ranking and denominator are of
 the whole batch, as in the paper's text (its code ranks inside each question and divides by all tokens);
 `exact` puts the true norm of the logits' gradient in the place of H; one recipe for all, lr 1e-6 and no KL.
-
 Shapes: P prompts, G answers to each, N = P*G answers, L prompt tokens, T answer tokens, V vocabulary,
 D width, K chosen tokens. Start with `python gmts.py`, three minutes on a CPU, and read on from here.
 """
-import argparse, atexit, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re
+import argparse, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re
 import resource, runpy, shutil, signal, sys, time
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
@@ -245,14 +244,14 @@ def masked_states(model, batch, mask, budget):
         width = int(batch.prompt_mask[prompts].sum(1).max())
         seen = batch.prompt_mask[prompts, -width:]                                          # (p, L)
         place = (seen.cumsum(1) - 1).clamp_min(0)                                           # (p, L)
-        output, cache = forward(model.base_model, batch.prompt_ids[prompts, -width:], seen, place)
+        output, cache = forward(model.get_decoder(), batch.prompt_ids[prompts, -width:], seen, place)
         hidden = output.last_hidden_state[owner, -1:]                                       # (n, 1, D)
         if length > 1:
             cache.batch_select_indices(owner)
             inputs = batch.tokens[rows, :length - 1]                                        # (n, T-1)
             seen = torch.cat([seen[owner], torch.ones_like(inputs)], dim=1)                 # (n, L+T-1)
             place = place[owner, -1:] + torch.arange(1, length, device=mask.device)         # (n, T-1)
-            output, _ = forward(model.base_model, inputs, seen, place, cache)
+            output, _ = forward(model.get_decoder(), inputs, seen, place, cache)
             hidden = torch.cat([hidden, output.last_hidden_state], dim=1)                   # (n, T, D)
         row, column = mask[rows, :length].nonzero(as_tuple=True)                            # (K,), (K,)
         yield (rows[row], column), hidden[row, column]
@@ -617,7 +616,6 @@ def prepare(config):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if run.world > 1:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        atexit.register(dist.destroy_process_group)
     if config.reward:
         with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
             path, _, name = config.reward.rpartition(":")
@@ -711,9 +709,8 @@ def parse(argv):
     parser = argparse.ArgumentParser("gmts.py", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: parser.exit(2, f"gmts.py: {message}; --help lists the flags\n")
     for f in fields(Config):
-        kind = {"type": f.type, "choices": f.metadata["choices"]}
-        kind = {"action": "store_true"} if f.type is bool else kind
-        parser.add_argument(option(f), default=f.default, help=f.metadata["help"], **kind)
+        kw = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
+        parser.add_argument(option(f), default=f.default, help=f.metadata["help"], **kw)
     first, saved = parser.parse_args(argv), {}
     parser.set_defaults(**(DEMO if first.model == "demo" else {}))
     if first.resume:
@@ -747,3 +744,5 @@ def main(argv=None):
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)                                      # gloo's threads can abort Python's own way out
