@@ -87,7 +87,7 @@ DEMO = dict(data="demo", prompt="{question}", samples=8, max_tokens=34, lr=3e-4,
 
 # ---- Sampling: our own short loop, whose logits give every token's statistics for free ---------------------
 def in_chunks(function, vocabulary, *tensors, least=1):
-    """`function` of a few rows at a time, 4 MB of logits on a CPU: memory does not grow with the rows."""
+    """`function` of a few rows at a time, at least `least`: memory does not grow with all rows."""
     rows = max(least, 2**(20 if tensors[0].device.type == "cpu" else 26) // vocabulary)
     return torch.cat([function(*chunk) for chunk in zip(*(x.split(rows) for x in tensors))], dim=-1)
 
@@ -307,7 +307,8 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in (
     (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%", " percent"), (r"[−–]", "-"), (r"[{}\\]", ""),
     (r"\s+", " "), (r"\(([\w./-]+)\)", r"\1"), (r"^ ?[A-Za-z] ?= ?| ?\.?\s*$|^ ", ""))]
 NUMBER = re.compile(r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]*\.?[0-9]+)(?: ?/ ?([0-9]+))?"
-                    r"( ?(?!(?:and|or|not|half|dozen|hundred|thousand|[mb]illion|times)\b)[a-z][a-z ]*)?")
+                    r"(?!.*\b(?:and|or|not|half|dozen|hundred|thousand|[mb]illion|times|plus|minus)\b)"
+                    r"( ?[a-z][a-z ]*)?")
 
 @functools.lru_cache(10_000)
 def normalise(answer):
@@ -715,7 +716,7 @@ def parse(argv):
     parser.set_defaults(**(DEMO if first.model == "demo" else {}))
     if first.resume:
         with explain("--resume needs a run with a checkpoint"), open(first.out + "/config.json") as file:
-            saved = json.load(file) | {"resume": checkpoints(first.out)[-1] != ""}
+            saved = json.load(file) | {"resume": bool(checkpoints(first.out)[-1])}
         parser.set_defaults(**saved)
     config = Config(**vars(parser.parse_args(argv)))
     for f in fields(Config):
