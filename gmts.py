@@ -11,14 +11,12 @@ and trains on the 20% with the largest delta. Where this file leaves the paper: 
 all equally good) leave the batch before the ranking, for every selector alike; ranking and denominator are of
 the whole batch, as in the paper's text (its code ranks inside each question and divides by all tokens);
 `exact` puts the true norm of the logits' gradient in the place of H; one recipe for all, lr 1e-6 and no KL.
-Shapes: P prompts, G answers to each, N = P*G answers, L prompt tokens, T answer tokens, V vocabulary,
-D width, K chosen tokens. Start with `python gmts.py`, three minutes on a CPU, and read on from here.
+Shapes: P prompts, G answers to each, N = P*G, L prompt and T answer tokens, V vocabulary, D width, K chosen.
 """
 import argparse, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re
 import resource, runpy, shutil, signal, sys, time
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,26 +24,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, set_seed
 
-class BadInput(ValueError):
-    """Something that the user can mend: the program ends with this one line and exit status 2."""
+class BadInput(ValueError): """Something that the user can mend: one line on stderr and exit status 2."""
 
 @contextlib.contextmanager
 def explain(what):
     """Whatever fails inside is for the user to mend; `what` says where."""
-    try:
-        yield
-    except Exception as error:
-        raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
+    try: yield
+    except Exception as error: raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
 
 # ---- Configuration: the only source of settings. Each field is a flag; the demo has defaults of its own ----
 SELECTORS = ("gmts", "entropy", "exact", "random", "all")
 def flag(default, help, low=None, choices=None):
-    help = help if default == "" else f"{help} (default: {default})"
-    return field(default=default, metadata={"help": help.replace("%", "%%"), "low": low, "choices": choices})
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
 
 @dataclass
 class Config:
@@ -60,7 +53,7 @@ class Config:
     prompts: int = flag(32, "questions a step (P), at least one a process", int(os.getenv("WORLD_SIZE", "1")))
     samples: int = flag(16, "answers to each question (G)", 2)
     max_tokens: int = flag(512, "longest answer in tokens (T)", 1)
-    temperature: float = flag(1.0, "of sampling, and of evaluation with several samples", 0)
+    temperature: float = flag(1.0, "of sampling, and of evaluation with several samples", 1e-6)
     lr: float = flag(1e-6, "learning rate of AdamW", 0)
     lr_end: float = flag(1.0, "share of it that is left in the last step, after a linear decay", 0)
     warmup: int = flag(10, "steps of linear warm-up", 0)
@@ -77,10 +70,11 @@ class Config:
     save_every: int = flag(20, "steps between checkpoints", 1)
     seed: int = flag(0, "of everything random", 0)
     out: str = flag("", "folder of the run; if empty, runs/MODEL-SELECT-seedSEED-TIME")
+    audit: int = flag(0, "instead of training, hold the scores of so many tokens against true gradients", 0)
+    show: bool = flag(False, "after each evaluation print two sampled answers with their kept tokens marked")
     resume: bool = flag(False, "go on from the last checkpoint in --out, with that run's settings")
     device: str = flag("auto", "cpu, cuda, ...; auto takes a GPU where there is one")
-    dtype: str = flag("auto", "of the weights; auto: bfloat16 on a GPU (with float32 masters), else float32",
-                      choices=("auto", "float32", "bfloat16"))
+    dtype: str = flag("auto", "weights; auto: bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
 
 DEMO = dict(data="demo", prompt="{question}", samples=8, max_tokens=34, lr=3e-4, lr_end=0.1, warmup=5,
             steps=300, eval_size=1000, eval_every=60)
@@ -92,7 +86,7 @@ def in_chunks(function, vocabulary, *tensors, least=1):
     return torch.cat([function(*chunk) for chunk in zip(*(x.split(rows) for x in tensors))], dim=-1)
 
 def token_stats(logits, tokens, temperature=1.0):
-    """logits (..., V), tokens (...) -> logprob, entropy in nats, grad_norm: float32, each (...).
+    """logits (..., V) that predict tokens (...) in [0, V) -> logprob, entropy (nats), grad_norm: float32.
     All belong to pi = softmax(logits / temperature). With e_y the one-hot vector of the token y,
         grad_norm = ||d log pi(y) / d logits|| = ||e_y - pi|| / temperature
     where 1 - pi_y is taken as the sum of the other pi: no cancellation where pi_y is nearly 1."""
@@ -122,10 +116,9 @@ def forward(module, ids, mask, place, cache=None, **more):
     return output, output[name]
 
 @torch.no_grad()
-def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temperature, progress=None):
+def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temperature):
     """Samples answers to left-padded prompts (P, L) -> tokens, mask, logprob, entropy, grad_norm, all (N, T).
-    Rows i*G to i*G+G-1 answer prompt i. The end token, one of `stop_ids`, is part of an answer, and `mask` is
-    False behind it. Temperature 0 is greedy. `progress(token, running)` is called every 16 tokens."""
+    Rows i*G to i*G+G-1 answer prompt i, an end token (of `stop_ids`) included. Temperature 0 is greedy."""
     device, width, count = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * samples
     stop, every = torch.tensor(sorted(stop_ids), device=device), 1 if device.type == "cpu" else 8
     tokens = stop[0].repeat(count, max_tokens)                                              # (N, T)
@@ -146,10 +139,7 @@ def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temper
             stay = running.nonzero()[:, 0]           # (looking at `running` makes a CPU wait for its GPU)
             rows, token, place, seen, running = (x[stay] for x in (rows, token, place, seen, running))
             cache.batch_select_indices(stay)
-        if t + 1 == max_tokens or len(rows) == 0:
-            break
-        if progress and t % 16 == 15:
-            progress(t + 1, len(rows))
+        if t + 1 == max_tokens or len(rows) == 0: break
         output, cache = forward(model, token[:, None], seen[:, :width + t + 1], place + t + 1, cache)
         logits = output.logits[:, -1]                                                       # (n, V)
     return tokens[:, :t + 1], mask[:, :t + 1], *(stats * mask)[:, :, :t + 1]
@@ -166,8 +156,8 @@ def group_advantages(rewards):
 
 def policy_weight(logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.28, ref_logprobs=None,
                   beta=0.0):
-    """The factor of grad log pi(y_t) in the objective. Tensors of one shape, or that broadcast -> that shape.
-        omega = r * 1[not clipped] * A + beta * (pi_ref / pi - 1)        r = pi / pi_old
+    """The factor of grad log pi(y_t) in the objective, not detached: (N, T) tensors, or A (N, 1) -> (N, T).
+        omega = r * 1[not clipped] * A + beta * (pi_ref / pi - 1)     r = pi / pi_old     pi_ref: if beta > 0
     clipped: r > 1 + clip_high where A > 0, r < 1 - clip_low where A < 0 (PPO's rule with DAPO's bounds)."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
@@ -175,7 +165,7 @@ def policy_weight(logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.
     return weight if beta == 0 else weight + beta * ((ref_logprobs - logprobs).exp() - 1)
 
 def token_scores(select, entropy, grad_norm, weight):
-    """What the tokens are ranked by: tensors of one shape -> scores >= 0 of that shape, larger is better."""
+    """What tokens are ranked by: tensors of one shape (None if not used) -> scores >= 0, larger is better."""
     if select == "gmts": return entropy * weight.abs()          # delta = |H * omega|         arXiv 2608.30632
     if select == "entropy": return entropy                      # H alone, the "80/20 rule"   arXiv 2506.01939
     if select == "exact": return grad_norm * weight.abs()       # the norm itself, at the logits
@@ -185,19 +175,18 @@ def token_scores(select, entropy, grad_norm, weight):
 
 def select_top(scores, mask, fraction):
     """The ceil(fraction * mask.sum()) highest scores among `mask`, if positive; of equal ones the earlier.
-    scores float and mask bool of one shape, fraction in (0, 1] -> keep, bool. By exact rank: a threshold at a
-    quantile keeps everything when most scores are 0, and a float product would make 8 of 35 * 0.2."""
+    scores float (NaN: never), mask bool (no group without signal) of one shape, fraction a number in (0, 1]
+    -> keep, bool. By rank: a quantile as threshold keeps all if most scores are 0; 35 * 0.2 would make 8."""
     count = math.ceil(Fraction(str(fraction)) * int(mask.sum()))
     scores = torch.where(mask & (scores > 0), scores, 0.0).flatten()
-    if count == 0:
-        return torch.zeros_like(mask)
+    if count == 0: return torch.zeros_like(mask)
     threshold = scores.topk(count, sorted=False).values.min()
     above, ties = scores > threshold, (scores == threshold) & (scores > 0)
     return (above | ties & (ties.cumsum(0) <= count - above.sum())).view_as(mask)
 
 def policy_loss(logprobs, old_logprobs, advantages, denominator, clip_low, clip_high, ref_logprobs=None,
                 beta=0.0):
-    """The clipped objective of the given tokens, negated, over `denominator`, the tokens kept in the batch.
+    """The clipped objective of the given tokens, negated, over `denominator` > 0, its kept tokens.
         - sum_t [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - beta (e^d - d - 1) ] / denominator
     d = log pi_ref - log pi: the last term estimates KL(pi || pi_ref) (k3, joschu.net/blog/kl-approx.html).
     Tensors of one shape, no padding -> scalar, its gradient -sum(policy_weight d logprobs) / denominator."""
@@ -258,15 +247,13 @@ def masked_states(model, batch, mask, budget):
 
 def head(model, hidden):
     """The model's output layer: hidden (K, D) -> logits (K, V)."""
-    logits = model.get_output_embeddings()(hidden)
-    cap = getattr(model.config, "final_logit_softcapping", None)                                # Gemma 2
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    cap, logits = getattr(model.config, "final_logit_softcapping", 0), model.get_output_embeddings()(hidden)
+    return cap * torch.tanh(logits / cap) if cap else logits                                # Gemma 2 caps
 
 @torch.no_grad()
 def score_tokens(model, batch, mask, config):
     """logprobs, entropy, grad_norm of the tokens in `mask` (N, T) under `model` as it is now -> (3, N, T)."""
-    def of_rows(hidden, tokens):
-        return torch.stack(token_stats(head(model, hidden), tokens, config.temperature))    # (3, rows)
+    def of_rows(states, y): return torch.stack(token_stats(head(model, states), y, config.temperature))
     stats = torch.zeros_like(batch.stats)                                                   # (3, N, T)
     for place, hidden in masked_states(model, batch, mask, config.micro_tokens):
         stats[:, *place] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[place], least=128)
@@ -313,8 +300,7 @@ NUMBER = re.compile(r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]*\.?[0-9]+)(?: ?/ ?([
 @functools.lru_cache(10_000)
 def normalise(answer):
     """-> the value, a Fraction, or None for what is not a number; the unit or the text."""
-    for pattern, new in REWRITES:
-        answer = pattern.sub(new, answer)
+    for pattern, new in REWRITES: answer = pattern.sub(new, answer)
     number = NUMBER.fullmatch(answer := answer.lower())
     if number is None or number[4] and int(number[4]) == 0:
         return None, answer.replace(" ", "")
@@ -323,8 +309,7 @@ def normalise(answer):
 
 def answers_match(answer, gold):
     """Is `answer` the same as `gold`? Two different units are not; one alone does not matter."""
-    if max(len(answer), len(gold)) > 2000:
-        return False
+    if max(len(answer), len(gold)) > 2000: return False
     (value, text), (gold_value, gold_text) = normalise(answer), normalise(gold)
     return value == gold_value and (text == gold_text or value is not None and not (text and gold_text))
 
@@ -364,22 +349,19 @@ def read_record(record):
 def load_problems(source):
     """gsm8k, math (their test sets with -test), demo, or a .jsonl or .json file -> [(question, answer), ...].
     A name is downloaded once, into torch.hub's cache. BadInput names the line or record that is unusable."""
-    if source == "demo":
-        return demo_problems()
+    if source == "demo": return demo_problems()
     path = os.path.join(torch.hub.get_dir(), "gmts", source + ".jsonl") if source in ADDRESSES else source
     with explain(f"data {ADDRESSES.get(source, source)}"):
         if source in ADDRESSES and not os.path.exists(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.hub.download_url_to_file(ADDRESSES[source], path, progress=False)
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
+        with open(path, encoding="utf-8-sig") as file: text = file.read()
         array, problems = text.lstrip().startswith("["), []
         for number, record in enumerate(json.loads(text) if array else text.split("\n"), 1):
             with explain(f"{'record' if array else 'line'} {number}"):
                 if array or record.strip():
                     problems.append(read_record(record if array else json.loads(record)))
-        if not problems:
-            raise BadInput("it is empty")
+        if not problems: raise BadInput("it is empty")
     return problems
 
 def split_problems(config):
@@ -416,7 +398,8 @@ def demo_model(problems, steps=600):
     symbols = {s: i for i, s in enumerate(["<end>", "<unknown>", "####", *"0123456789+= "])}
     words = Tokenizer(models.WordLevel(symbols, unk_token="<unknown>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("####|."), "isolated"), decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unknown>")
+    special = dict(eos_token="<end>", pad_token="<end>", unk_token="<unknown>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     model = AutoModelForCausalLM.from_config(Qwen2Config(
         vocab_size=len(symbols), hidden_size=96, intermediate_size=288, num_hidden_layers=2, eos_token_id=0,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=True,
@@ -425,11 +408,11 @@ def demo_model(problems, steps=600):
     for step in range(steps):
         questions = [random.choice(problems)[0] for _ in range(64)]
         texts = [q + careless_pupil(q, random) + "<end>" for q in questions]
-        texts = [torch.tensor(ids) for ids in tokenizer(texts).input_ids]
-        ids, labels = (pad_sequence(texts, True, padding) for padding in (0, -100))         # (64, L+T)
+        texts = tokenizer(texts, padding=True, return_tensors="pt")
+        labels = texts.input_ids.masked_fill(texts.attention_mask == 0, -100)               # (64, L+T)
         labels[:, :len(questions[0])] = -100
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.95 * step / steps)
-        model(input_ids=ids, labels=labels).loss.backward()
+        model(input_ids=texts.input_ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, tokenizer
@@ -445,10 +428,8 @@ def load_model(name, dtype):
 
 def render(tokenizer, text, answer=None):
     """A question, and perhaps an answer, as the model reads it: a chat if there is a template for one."""
-    if tokenizer.chat_template is None:
-        return text
-    chat = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-    chat = chat[:1] if answer is None else chat
+    if tokenizer.chat_template is None: return text
+    chat = [{"role": "user", "content": text}] + [{"role": "assistant", "content": answer}] * bool(answer)
     return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None)
 
 def end_tokens(model, tokenizer):
@@ -464,10 +445,8 @@ def end_tokens(model, tokenizer):
 # ---- Training. `run` is what prepare() returns: the model and all that belongs to this run -----------------
 def gather(value):
     """The values of all processes, in the order of their ranks."""
-    everyone = [value]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, value)
+    everyone = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(everyone) > 1: dist.all_gather_object(everyone, value)
     return everyone
 
 def make_optimizer(model):
@@ -492,8 +471,7 @@ def apply_gradient(run, loss):
     if math.isfinite(norm):
         run.busy = True                              # a signal waits until the step is in the log
         run.optimizer.step()
-        for weight, master in zip(run.model.parameters(), masters):
-            weight.data.copy_(master)                # rounds to the weight's type; float32 copies itself
+        for weight, master in zip(run.model.parameters(), masters): weight.data.copy_(master)      # rounds
     run.optimizer.zero_grad()
     return norm
 
@@ -510,12 +488,13 @@ def learn(run, batch):
         mask = batch.mask & (part == update)                                                # (N, T)
         stats = score_tokens(run.model, batch, mask, config) if update else batch.stats     # (3, N, T)
         weight = policy_weight(stats[0], old, advantages, *clip, ref, config.beta)          # (N, T)
-        scores = token_scores(config.select, stats[1], stats[2], weight)[mask]              # (n,)
-        everyone = gather(scores.nan_to_num(math.inf).cpu())     # NaN must surface, as a skipped update
-        scores, share = torch.cat(everyone), 1 if config.select == "all" else config.fraction
-        chosen = select_top(scores, torch.ones_like(scores).bool(), share)
+        scores = token_scores(config.select, stats[1], stats[2], weight)                    # (N, T)
+        everyone = gather(scores[mask].nan_to_num(math.inf).cpu())   # NaN must surface, as a skipped update
+        ranked, share = torch.cat(everyone), 1 if config.select == "all" else config.fraction
+        chosen = select_top(ranked, torch.ones_like(ranked).bool(), share)                  # of all processes
         mine = chosen.split([len(part) for part in everyone])[run.rank].to(mask.device)     # (n,)
         keep = mask.masked_scatter(mask, mine)                                              # (N, T)
+        run.shown = batch, keep, scores * mask
         clipped = (policy_weight(stats[0], old, advantages, *clip) == 0) & (advantages != 0) & mask
         sums += torch.tensor([0, keep.sum(), stats[1][keep].sum(), mask.sum(), clipped.sum()])
         if chosen.any():
@@ -528,14 +507,13 @@ def rollout(run, problems, samples, temperature):
     prompts = run.tokenize([p for p, _ in problems], padding=True, padding_side="left", return_tensors="pt")
     seen = prompts.attention_mask.to(run.model.device)                                      # (P, L)
     prompt_ids = prompts.input_ids.to(seen.device) * seen        # 0: a token every model has (P, L)
-    tokens, mask, *stats = sample(run.model, prompt_ids, seen, samples, run.config.max_tokens, run.ends,
-                                  temperature, run.progress)
+    longest = run.config.max_tokens
+    tokens, mask, *stats = sample(run.model, prompt_ids, seen, samples, longest, run.ends, temperature)
     answers, rewards = [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist())], []
     for i, text in enumerate(run.tokenizer.batch_decode(answers, skip_special_tokens=True)):
         with explain(f"the reward of the completion {text[:60]!r}"):
             rewards.append(float(run.reward(text, problems[i // samples][1])))
-            if not math.isfinite(rewards[-1]):
-                raise ValueError(f"{rewards[-1]} is not a finite number")
+            if not math.isfinite(rewards[-1]): raise ValueError(f"{rewards[-1]} is not a finite number")
     rewards = torch.tensor(rewards, device=mask.device).view(-1, samples)                   # (P, G)
     owner = torch.arange(len(problems), device=mask.device).repeat_interleave(samples)      # (N,)
     advantages = group_advantages(rewards).flatten()                                        # (N,)
@@ -549,25 +527,22 @@ def evaluate(run):
         torch.manual_seed(config.seed)
         for i in range(0, len(mine), size):
             rewards += rollout(run, mine[i:i + size], k, config.temperature * (k > 1))[1].tolist()
-    rewards = torch.tensor(sum(gather(rewards), []))                                        # (Q, K)
-    best = {"pass_at_k": rewards.amax(1).mean().item()} if k > 1 else {}
-    return {"accuracy": rewards.mean().item(), **best}
+    won = torch.tensor(sum(gather(rewards), []))                                            # (Q, K)
+    return dict(accuracy=won.mean().item(), **{"pass_at_k": won.amax(1).mean().item()} if k > 1 else {})
 
 COLUMNS = dict(step="d", reward=".3f", informative=".0%", length=".1f", entropy=".3f", entropy_kept=".3f",
                kept=".1%", grad_norm=".3f", clipped=".1%", skipped="d", lr=".1e", tokens_per_s=".0f",
                seconds=".2f", peak_gb=".2f", accuracy=".3f", pass_at_k=".3f")
 
 def train_step(run):
-    """One rollout and the updates on it -> what the log says of them (COLUMNS), for all processes together.
-    All that is random follows from (seed, step, process): evaluating more often changes nothing, and a
-    checkpoint needs no random state."""
-    config, problems, start = run.config, run.problems, time.perf_counter()
+    """One rollout and the updates on it -> the log's figures (COLUMNS), of all processes together.
+    Seeded by (seed, step, process): evaluating changes nothing, a checkpoint needs no random state."""
+    config, data, start = run.config, run.problems, time.perf_counter()
     set_seed(int(np.random.SeedSequence([config.seed, run.step, run.rank]).generate_state(1)[0]))
-    epoch, place = np.divmod(run.step * config.prompts + np.arange(config.prompts), len(problems))
-    order = {e: np.random.default_rng([config.seed, e]).permutation(len(problems)) for e in epoch}
+    epoch, place = np.divmod(run.step * config.prompts + np.arange(config.prompts), len(data))
+    order = {e: np.random.default_rng([config.seed, e]).permutation(len(data)) for e in epoch}
     share = np.array_split(np.stack([epoch, place], axis=1), run.world)[run.rank]
-    chosen = [problems[order[e][i]] for e, i in share]
-    batch, rewards = rollout(run, chosen, config.samples, config.temperature)
+    batch, rewards = rollout(run, [data[order[e][i]] for e, i in share], config.samples, config.temperature)
     lr = config.lr * min(1, (run.step + 1) / max(1, config.warmup))
     run.optimizer.param_groups[0]["lr"] = lr = lr * (1 - (1 - config.lr_end) * run.step / config.steps)
     sums, norms = learn(run, batch)
@@ -581,22 +556,19 @@ def train_step(run):
                 clipped=clipped / max(1, ranked), skipped=len(norms) - len(finite), lr=lr,
                 tokens_per_s=tokens / seconds, seconds=seconds, peak_gb=peak / 1e9)
 
-def checkpoints(out):
-    return sorted(glob.glob(os.path.join(glob.escape(out), "step-" + "[0-9]" * 6)))
+def checkpoints(out): return sorted(glob.glob(os.path.join(glob.escape(out), "step-" + "[0-9]" * 6)))
 
 def save_checkpoint(run):
     """OUT/step-NNNNNN: a model that transformers loads, with optimizer and log beside it. It is written under
     another name and renamed before the older one goes: a kill at any moment leaves a whole checkpoint."""
     path = os.path.join(run.config.out, f"step-{run.step:06d}")
     if run.rank == 0 and not os.path.exists(path):
-        run.model.save_pretrained(path + ".part")
-        run.tokenizer.save_pretrained(path + ".part")
+        for part in (run.model, run.tokenizer): part.save_pretrained(path + ".part")
         masters = run.optimizer.param_groups[0]["params"] if run.model.dtype != torch.float32 else []
         state = dict(step=run.step, rows=run.rows, masters=masters, optimizer=run.optimizer.state_dict())
         torch.save(state, path + ".part/trainer.pt")
         os.rename(path + ".part", path)
-        for old in checkpoints(run.config.out)[:-1]:
-            shutil.rmtree(old)
+        for old in checkpoints(run.config.out)[:-1]: shutil.rmtree(old)
 
 def record(run, figures):
     """Adds a row to the log: to OUT/metrics.csv, and to the screen in the formats of COLUMNS."""
@@ -608,28 +580,24 @@ def record(run, figures):
 
 def prepare(config):
     """Device, data, folder, model, optimizer, checkpoint -> run: all that the functions above share."""
-    run = SimpleNamespace(config=config, step=0, rows=[], busy=False, stop=False, reward=is_correct)
-    run.rank, run.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    run = argparse.Namespace(config=config, step=0, rows=[], busy=False, stop=False)
+    run.rank, run.world = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
     device = config.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    with explain(f"--device {config.device}"):
-        torch.empty(0, device=device)
-    if device.startswith("cuda"):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if run.world > 1:
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    if config.reward:
-        with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
-            path, _, name = config.reward.rpartition(":")
-            run.reward = runpy.run_path(path)[name]
+    gpu = device.startswith("cuda")
+    with explain(f"--device {config.device}"): torch.empty(0, device=device)
+    if gpu: torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")))
+    if run.world > 1: dist.init_process_group("nccl" if gpu else "gloo")
+    with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
+        path, _, name = config.reward.rpartition(":")
+        run.reward = runpy.run_path(path)[name] if config.reward else is_correct
     splits = split_problems(config)
     if run.rank == 0 and not config.resume:
         with explain(f"--out {config.out} (a new folder; --resume goes on with the run in an old one)"):
             os.makedirs(config.out)
-            with open(os.path.join(config.out, "config.json"), "w") as file:
-                json.dump(asdict(config), file, indent=1)
+        with open(config.out + "/config.json", "w") as file: json.dump(asdict(config), file, indent=1)
     def load(name):
         set_seed(config.seed)
-        dtype = config.dtype.replace("auto", "bfloat16" if device.startswith("cuda") else "float32")
+        dtype = config.dtype.replace("auto", "bfloat16" if gpu else "float32")
         model, tokenizer = demo_model(splits[0]) if name == "demo" else load_model(name, dtype)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return model.to(device).eval(), tokenizer    # eval: dropout would make the update see another policy
@@ -646,11 +614,7 @@ def prepare(config):
                 master.data.copy_(kept)
     if run.rank == 0:
         run.csv = csv.DictWriter(open(os.path.join(config.out, "metrics.csv"), "w", buffering=1), COLUMNS)
-        run.csv.writeheader()
-        run.csv.writerows(run.rows)
-    def show_progress(token, running):
-        print(f"  token {token}: {running} answers running", end="\033[K\r", file=sys.stderr, flush=True)
-    run.progress = show_progress if run.rank == 0 and sys.stderr.isatty() else None
+        run.csv.writerows([dict(zip(COLUMNS, COLUMNS)), *run.rows])
     run.tokenize = functools.partial(run.tokenizer, add_special_tokens=run.tokenizer.chat_template is None)
     limit = (getattr(run.model.config, "max_position_embeddings", None) or 10**9) - config.max_tokens
     splits = [[(render(run.tokenizer, config.prompt.replace("{question}", question)), answer)
@@ -658,9 +622,54 @@ def prepare(config):
     run.problems, run.evaluation = ([p for p, ids in zip(split, run.tokenize([p[0] for p in split]).input_ids)
                                      if len(ids) <= limit] for split in splits)
     run.too_long = sum(map(len, splits)) - len(run.problems) - len(run.evaluation)
-    if not run.problems or not run.evaluation:
-        raise BadInput(f"every prompt is longer than the model's context less --max-tokens, {limit} tokens")
+    if not (run.problems and run.evaluation): raise BadInput(f"no prompt fits into {limit} tokens of context")
     return run
+
+def show(run):
+    """Prints a right and a wrong answer of the last rollout, kept tokens marked, and their five best."""
+    batch, keep, scores = run.shown
+    start, end = ("\033[7m", "\033[0m") if sys.stdout.isatty() and not os.getenv("NO_COLOR") else "[]"
+    for name, rows in (("right", batch.advantages > 0), ("wrong", batch.advantages < 0)):
+        row = (rows * (1 + keep.sum(1))).argmax()                                  # with the most kept tokens
+        ids = batch.tokens[row][batch.mask[row]].tolist() if rows.any() else []
+        texts = [run.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]    # a token may be half a letter
+        words = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in longer[len(text):])
+                 for text, longer in zip(texts, texts[1:])]     # what a model wrote must not steer a terminal
+        marked = (start + word + end if kept else word for word, kept in zip(words, keep[row].tolist()))
+        best = zip(*(x.tolist() for x in scores[row].topk(min(5, len(ids)))))
+        print(f"  {name}: {''.join(marked) or 'none'}\n    largest {run.config.select} scores:",
+              ", ".join(f"{words[i]!r} {score:.3f}" for score, i in best))
+
+def audit(run):
+    """Prints how well the scores foretell the norm of a token's true gradient over all parameters (autograd).
+    For --audit tokens of informative answers, some ten of each: Spearman's rank correlation, its mean inside
+    answers, and the share of the gradient mass of the largest --fraction that a score's choice catches."""
+    config, masters, true = run.config, run.optimizer.param_groups[0]["params"], []
+    batch, _ = rollout(run, run.problems[:config.prompts], config.samples, config.temperature)
+    rows = batch.advantages.nonzero()[:, 0]                                                 # (informative,)
+    if not len(rows): raise BadInput("--audit: equal rewards in every group; try more --prompts or --samples")
+    rows = rows[torch.randperm(len(rows))]
+    enough = 1 + (batch.mask[rows].sum(1).clamp_max(10).cumsum(0) < config.audit).sum()     # answers
+    places = batch.mask[rows[:enough]].nonzero()                                            # (tokens, 2)
+    places = places[torch.randperm(len(places))[:config.audit]]                             # (n, 2)
+    row, column = rows[places[:, 0]], places[:, 1]                                          # (n,), (n,)
+    for place in zip(row, column):
+        keep = torch.zeros_like(batch.mask).index_put_(place, batch.mask.new_ones(()))      # (N, T)
+        policy_gradient(run.model, batch, keep, 1, config, batch.stats[0])
+        true.append(torch.nn.utils.clip_grad_norm_(masters, math.inf))
+        run.optimizer.zero_grad()
+    true, weight = torch.stack(true), batch.advantages[row]                                 # (n,), (n,)
+    def ranks(x):                                    # equal values share the mean of their ranks
+        _, place, count = x.unique(return_inverse=True, return_counts=True)
+        return (count.cumsum(0) - (count - 1) / 2)[place]
+    def spearman(x, y): return torch.corrcoef(torch.stack([ranks(x), ranks(y)]))[0, 1]
+    def mass(x): return true[select_top(x, torch.ones_like(x).bool(), config.fraction)].sum()
+    print(f"{len(true)} tokens of {len(row.unique())} answers\nscore      Spearman  in an answer  mass")
+    scores = {name: token_scores(name, *batch.stats[1:, row, column], weight) for name in SELECTORS[:-1]}
+    for name, x in (scores | {"|A|": weight.abs()}).items():
+        several = [row == r for r in row.unique() if (row == r).sum() > 2]
+        inside = torch.tensor([spearman(x[own], true[own]) for own in several]).nanmean()
+        print(f"{name:10} {spearman(x, true):8.3f} {inside:13.3f} {mass(x) / mass(true):5.3f}")
 
 def train(config):
     """Trains as the configuration says -> the rows of the log."""
@@ -670,16 +679,13 @@ def train(config):
     say(f"{run.model.num_parameters():,} parameters, {run.model.dtype} on {run.world} x {run.model.device}; "
         f"{len(run.problems):,} problems to train on, {len(run.evaluation):,} to evaluate on, "
         f"{run.too_long} left out as too long; the run is kept in {config.out}")
+    if config.audit: return audit(run)
     def on_signal(*_):
         run.stop = True
-        if not run.busy:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+        if not run.busy: raise KeyboardInterrupt
+    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, on_signal)
     try:
-        if not run.rows:
-            record(run, dict(step=0, **evaluate(run)))
+        if not run.rows: record(run, dict(step=0, **evaluate(run)))
         while run.step < config.steps:
             figures = train_step(run)
             run.step += 1
@@ -687,31 +693,27 @@ def train(config):
                 run.busy = False
                 if run.step == config.steps or config.eval_every and run.step % config.eval_every == 0:
                     figures |= evaluate(run)
-            finally:
-                record(run, figures)
-            if run.step % config.save_every == 0:
-                save_checkpoint(run)
+            finally: record(run, figures)
+            if config.show and "accuracy" in figures and run.rank == 0: show(run)
+            if run.step % config.save_every == 0: save_checkpoint(run)
             if len(run.rows) > 10 and all(row["skipped"] for row in run.rows[-10:]):
                 raise BadInput("loss or gradient not finite in 10 steps: lower --lr or use --dtype float32")
-            if run.stop:
-                raise KeyboardInterrupt
+            if run.stop: raise KeyboardInterrupt
     finally:
-        if not run.busy:
-            save_checkpoint(run)
+        if not run.busy: save_checkpoint(run)
     say(f"accuracy {run.rows[0]['accuracy']:.3f} -> {run.rows[-1]['accuracy']:.3f}; the model is in "
         f"{config.out}/step-{run.step:06d}")
     return run.rows
 
-def option(f):
-    return "--" + f.name.replace("_", "-")
-
 def parse(argv):
     """The command line -> Config: flags, else the settings of the run to resume or of the demo."""
-    parser = argparse.ArgumentParser("gmts.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser("gmts.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"gmts.py: {message}; --help lists the flags\n")
-    for f in fields(Config):
+    options = {f: "--" + f.name.replace("_", "-") for f in fields(Config)}
+    for f, option in options.items():
         kw = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
-        parser.add_argument(option(f), default=f.default, help=f.metadata["help"], **kw)
+        parser.add_argument(option, default=f.default, help=f.metadata["help"], **kw)
     first, saved = parser.parse_args(argv), {}
     parser.set_defaults(**(DEMO if first.model == "demo" else {}))
     if first.resume:
@@ -719,14 +721,12 @@ def parse(argv):
             saved = json.load(file) | {"resume": bool(checkpoints(first.out)[-1])}
         parser.set_defaults(**saved)
     config = Config(**vars(parser.parse_args(argv)))
-    for f in fields(Config):
+    for f, option in options.items():
         value, low = getattr(config, f.name), f.metadata["low"]
-        if low is not None and not value >= low:
-            parser.error(f"{option(f)} {value}: at least {low} is needed")
-        if value != saved.get(f.name, value) and f.name not in ("out", "save_every", "device"):
-            parser.error(f"{option(f)} {value}: the run to resume has {saved[f.name]}")
-    if not 0 < config.fraction <= 1 or config.temperature == 0:
-        parser.error("--fraction must lie in (0, 1], --temperature above 0")
+        if low is not None and not value >= low: parser.error(f"{option} {value}: at least {low} is needed")
+        if value != saved.get(f.name, value) and f.name not in "out save_every device show audit".split():
+            parser.error(f"{option} {value}: the run to resume has {saved[f.name]}")
+    if not 0 < config.fraction <= 1: parser.error("--fraction must lie in (0, 1]")
     name = f"{os.path.basename(config.model.rstrip('/'))}-{config.select}-seed{config.seed}-%m%d-%H%M%S"
     config.out = config.out or os.path.join("runs", time.strftime(name))
     return config

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
@@ -46,6 +48,10 @@ def tiny_model(config=Qwen2Config, seed=0, scale=8, **options):
                 weight.mul_(scale)
         model.get_output_embeddings().weight.mul_(scale)
     return model
+
+
+def flag(field):
+    return "--" + field.name.replace("_", "-")
 
 
 def left_padded(tokenizer, texts=PROMPTS):
@@ -293,7 +299,7 @@ def test_score_tokens_equals_sampling(tokenizer):
 
 
 def make_run(model, tokenizer, **changes):
-    run = gmts.SimpleNamespace(model=model, tokenizer=tokenizer, config=config(**changes), rank=0, world=1, busy=False,
+    run = gmts.argparse.Namespace(model=model, tokenizer=tokenizer, config=config(**changes), rank=0, world=1, busy=False,
                                optimizer=gmts.make_optimizer(model), reference=None)
     run.optimizer.param_groups[0]["lr"] = 1e-3
     return run
@@ -422,7 +428,7 @@ def test_no_question_is_in_both_splits(tmp_path):
 
 def test_the_pupil_is_careless_in_the_way_it_says():
     rng = gmts.random.Random(0)
-    assert gmts.careless_pupil("348+214=", gmts.SimpleNamespace(random=lambda: 0.9, choice=None)) == (
+    assert gmts.careless_pupil("348+214=", gmts.argparse.Namespace(random=lambda: 0.9, choice=None)) == (
         "8+4+0=12 4+1+1=06 3+2+0=05 ####562")
     works = [gmts.careless_pupil("348+214=", rng) for _ in range(4000)]
     right = sum(gmts.is_correct(work, "562") for work in works) / 4000
@@ -567,12 +573,103 @@ def test_the_demo_learns_and_shuffled_rewards_do_not(tmp_path):
     assert float(judged[0]["accuracy"]) < float(learned[0]["accuracy"]) + 0.1
 
 
+def rank_correlation(x, y):
+    """Spearman's, with the mean rank for equal values, in plain Python."""
+    def ranks(values):
+        return [sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2 for u in values]
+    return np.corrcoef(ranks(x), ranks(y))[0, 1]
+
+
+def test_audit_prints_what_single_tokens_do(tokenizer, capsys, monkeypatch):
+    """Every printed figure from scratch: a full forward and backward pass for each audited token."""
+    model, audited = tiny_model(scale=4), []
+    run = make_run(model, tokenizer, audit=60, prompts=3, samples=8, max_tokens=12, temperature=0.8, fraction=0.2)
+    run.tokenize, run.ends, run.problems = tokenizer, {0}, [(p, "1") for p in PROMPTS]
+    tokenizer.pad_token = tokenizer.eos_token
+    run.reward = lambda text, answer: float(text.count("1"))
+    computed = gmts.policy_gradient
+    monkeypatch.setattr(gmts, "policy_gradient", lambda *a: audited.append((a[1], a[2].clone())) or computed(*a))
+    before = [p.clone() for p in model.parameters()]
+    torch.manual_seed(0)
+    gmts.audit(run)
+    title, header, *lines = capsys.readouterr().out.strip().split("\n")
+    printed = {name: [float(x) for x in figures] for name, *figures in map(str.split, lines)}
+    table, batch = [], audited[0][0]
+    for _, keep in audited:
+        (row, column), = keep.nonzero().tolist()
+        prompt = batch.prompt_ids[batch.owner[row]][batch.prompt_mask[batch.owner[row]].bool()]
+        logits = model(input_ids=torch.cat([prompt, batch.tokens[row, :column + 1]])[None]).logits[0, -2]
+        policy, A = Categorical(logits=logits / 0.8), batch.advantages[row]
+        logprob = policy.log_prob(batch.tokens[row, column])
+        whole = torch.autograd.grad(A * logprob, list(model.parameters()), retain_graph=True, allow_unused=True)
+        last, = torch.autograd.grad(A * logprob, logits)
+        norm = sum(g.square().sum() for g in whole if g is not None).sqrt()
+        table.append([x.item() for x in (norm, policy.entropy() * A.abs(), policy.entropy(), last.norm(), A.abs())] + [row])
+    true, *scores, rows = zip(*table)
+    assert title == f"60 tokens of {len(set(rows))} answers" and len(set(rows)) >= 6 and 0 not in scores[3]
+    assert set(printed) == {"gmts", "entropy", "exact", "random", "|A|"}
+    for name, score in zip(("gmts", "entropy", "exact", "|A|"), scores):
+        inside = [rank_correlation(*zip(*((s, n) for s, n, r in zip(score, true, rows) if r == row)))
+                  for row in set(rows) if rows.count(row) > 2]
+        best = sorted(range(60), key=lambda i: -score[i])[:12]
+        mass = sum(true[i] for i in best) / sum(sorted(true)[-12:])
+        expected = [rank_correlation(score, true), np.nanmean(inside) if name != "|A|" else math.nan]
+        assert printed[name][:2] == pytest.approx(expected, abs=2e-3, nan_ok=True)
+        assert name == "|A|" or printed[name][2] == pytest.approx(mass, abs=2e-3)          # |A| has ties
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())) and run.optimizer.state_dict()["state"] == {}
+
+
+def test_audit_on_the_command_line(tiny, tmp_path, capsys):
+    gmts.main([str(flag) for flag in (*tiny, "--out", tmp_path / "run", "--audit", 5)])
+    printed = capsys.readouterr().out
+    assert "5 tokens of 1 answers" in printed and "step" not in printed.split("tokens of")[1]
+    (tmp_path / "reward.py").write_text("def same(completion, answer):\n    return 0\n")
+    assert "equal rewards" in fails(capsys, *tiny, "--out", tmp_path / "b", "--audit", 5,
+                                    "--reward", f"{tmp_path / 'reward.py'}:same")
+
+
+def test_show_marks_the_kept_tokens(tokenizer, capsys, monkeypatch):
+    model = tiny_model(scale=3)
+    batch = make_batch(model, tokenizer)
+    run = make_run(model, tokenizer)
+    gmts.learn(run, batch)
+    _, keep, scores = run.shown
+    gmts.show(run)
+    right, best, wrong, _ = capsys.readouterr().out.strip().split("\n")
+    for line, good in ((right, batch.advantages > 0), (wrong, batch.advantages < 0)):
+        row = max(good.nonzero()[:, 0].tolist(), key=lambda i: (keep[i].sum().item(), -i))
+        words = [tokenizer.decode([i]) for i in batch.tokens[row][batch.mask[row]].tolist()]
+        marked = [f"[{word}]" if kept else word for word, kept in zip(words, keep[row].tolist())]
+        assert line.strip() in (f"right: {''.join(marked)}", f"wrong: {''.join(marked)}") and keep[row].any()
+    row = max((batch.advantages > 0).nonzero()[:, 0].tolist(), key=lambda i: (keep[i].sum().item(), -i))
+    five = sorted((batch.advantages[row] * batch.stats[1, row] * batch.mask[row]).tolist())[:-6:-1]
+    assert [float(x) for x in re.findall(r"' (\d+\.\d+)", best)] == pytest.approx(five, abs=1e-3)
+    assert "largest gmts scores" in best
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    gmts.show(run)
+    assert "\033[7m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    run.tokenizer = gmts.argparse.Namespace(decode=lambda ids: "\033[2J\n" * len(ids))        # would clear a terminal
+    gmts.show(run)
+    printed = capsys.readouterr().out
+    assert "\033" not in printed and "\\x1b[2J\\n" in printed and printed.count("\n") == 4
+    batch.advantages.zero_()
+    gmts.learn(run, batch)
+    gmts.show(run)
+    assert "right: none" in capsys.readouterr().out
+
+
+def test_show_prints_after_each_evaluation(tiny, tmp_path, capsys):
+    run_main(*tiny, "--out", tmp_path / "run", "--show", "--eval-every", 1)
+    assert capsys.readouterr().out.count("largest gmts scores") == 4                          # 2 steps, 2 answers each
+
+
 # ---- The command line and the documents --------------------------------------------------------------------
 def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit) as stop:
         gmts.main(["--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and all(gmts.option(f) in text for f in gmts.fields(gmts.Config))
+    assert stop.value.code == 0 and all(flag(f) in text for f in gmts.fields(gmts.Config))
 
 
 def test_flags_override_the_defaults_of_the_demo():
@@ -593,7 +690,7 @@ def test_a_bare_name_gets_its_organisation(monkeypatch):
 def test_readme_explains_every_column_and_knows_every_flag():
     readme = open(os.path.join(HERE, "README.md")).read()
     assert all(f"`{column}`" in readme for column in gmts.COLUMNS)
-    known = {gmts.option(f) for f in gmts.fields(gmts.Config)} | {"--nproc-per-node", "--help"}
+    known = {flag(f) for f in gmts.fields(gmts.Config)} | {"--nproc-per-node", "--help"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", readme)) <= known
 
 
@@ -829,7 +926,7 @@ def test_bad_models_end_in_one_line(tiny, tmp_path, capsys, tokenizer, monkeypat
     (model / "model.safetensors").write_bytes(b"damaged")
     assert "model" in fails(capsys, *flags, "--model", model)
     save_model(tmp_path / "short", tokenizer, max_position_embeddings=16)
-    assert "longer than the model's context" in fails(capsys, *tiny, "--out", tmp_path / "a", "--model", tmp_path / "short")
+    assert "no prompt fits" in fails(capsys, *tiny, "--out", tmp_path / "a", "--model", tmp_path / "short")
     endless = tiny_model(eos_token_id=None)
     endless.generation_config.eos_token_id = None
     silent = transformers.PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer))
@@ -935,6 +1032,289 @@ def test_chat_templates_and_end_tokens(tokenizer):
     assert gmts.end_tokens(model, chatty) == {0, 5, chatty.convert_tokens_to_ids("<stop>")}
 
 
+# ---- The README's recipes, each block found by its first line and run as it stands there -----------------------
+def recipe(name):
+    """The code block of README.md whose first line is `# recipe: NAME` -> what it defines."""
+    text = open(os.path.join(HERE, "README.md")).read()
+    block, = re.findall(rf"^```python\n(# recipe: {re.escape(name)}\n.*?)^```$", text, re.M | re.S)
+    assert max(map(len, block.split("\n"))) <= 110, name
+    names = {"__name__": "recipe", "BLOCK": block}
+    exec(compile(block, f"README.md: {name}", "exec"), names)
+    return names
+
+
+def oracle_loss(logits, tokens, mask, advantages, informative, fraction=0.2, temperature=1.0):
+    """The mean of -A log pi over the kept tokens, one by one -> the loss, the kept tokens as (row, column).
+    On policy its gradient is that of the clipped objective, whose own value has the ratio, 1, for log pi."""
+    policy = Categorical(logits=logits / temperature)
+    score = policy.entropy() * advantages.abs()[:, None]
+    ranked = mask & informative[:, None]
+    keep = brute_force_top(score.flatten().tolist(), ranked.flatten().tolist(), fraction)
+    kept = torch.tensor(keep).view_as(mask).nonzero().tolist()
+    logprob = policy.log_prob(tokens)
+    return sum([-advantages[n] * logprob[n, t] for n, t in kept]) / max(1, len(kept)), kept
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_plain_recipe_equals_the_sum_over_kept_tokens(temperature):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(12, 9, 17)).requires_grad_()
+    tokens, mask = torch.randint(17, (12, 9)), torch.arange(9) < torch.randint(1, 10, (12, 1))
+    rewards = torch.tensor([[0.1] * 4, [1, 0, 0, 0.0], [0, 0.5, 1, 0.5]])   # the last has an A of 0
+    loss = recipe("plain PyTorch")["gmts_loss"](logits, tokens, mask, rewards, temperature)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True, correction=0)
+    informative = torch.arange(12) >= 4
+    advantages = torch.where(informative, advantages.flatten(), 0.0)
+    expected, kept = oracle_loss(logits, tokens, mask, advantages, informative, temperature=temperature)
+    assert len(kept) == -(-mask[4:].sum().item() // 5)
+    assert loss.item() == pytest.approx(-sum(advantages[n].item() for n, _ in kept) / len(kept), abs=1e-5)
+    gradient, other = (torch.autograd.grad(x, logits)[0] for x in (loss, expected))
+    assert torch.allclose(gradient, other, atol=1e-6) and gradient.abs().sum() > 0
+    nothing = recipe("plain PyTorch")["gmts_loss"](logits, tokens, mask, torch.ones(3, 4), temperature)
+    assert nothing.item() == 0 and not torch.autograd.grad(nothing, logits)[0].any()
+
+
+@pytest.mark.parametrize("signal, beta", [("most", 0.0), ("little", 0.0), ("none", 0.0), ("most", 0.3)])
+def test_trl_recipe(tokenizer, tmp_path, signal, beta):
+    """Two steps of two micro-batches: kept tokens, denominator and gradient, against full logits."""
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl import GRPOConfig
+    Trainer, checked, temperature = recipe("TRL 1.16")["GMTSTrainer"], [], 0.7
+    words, initial = copy.deepcopy(tokenizer), tiny_model(seed=1)
+    words.pad_token = words.eos_token
+    initial.save_pretrained(tmp_path / "model")
+
+    class Checked(Trainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            tokens, mask, A = batch["completion_ids"], batch["completion_mask"].bool(), batch["advantages"]
+            rows = []                                # each alone and without padding
+            for prompt, seen, answer in zip(batch["prompt_ids"], batch["prompt_mask"].bool(), tokens):
+                ids = torch.cat([prompt[seen], answer])[None]
+                rows.append([f(input_ids=ids).logits[0, seen.sum() - 1:-1] for f in (self.model, initial)])
+            logits, reference = (torch.stack(row) for row in zip(*rows))
+            old, entropy, _ = gmts.token_stats(logits.detach(), tokens, temperature)
+            ref = gmts.token_stats(reference.detach(), tokens, temperature)[0]
+            omega = A[:, None] + beta * ((ref - old).exp() - 1)
+            ranked = mask & A.view(-1, 4).ne(0).any(1).repeat_interleave(4)[:, None]
+            keep = gmts.select_top(entropy * omega.abs(), ranked, 0.2)
+            assert torch.equal(batch["tool_mask"].bool(), keep) and batch["num_items_in_batch"] == keep.sum()
+            assert keep.sum() == -(-ranked.sum() // 5) and mask[~ranked].any() == (signal != "most")
+            assert ranked.any() == (signal != "none") and not mask.all()
+            logprob = Categorical(logits=logits / temperature).log_prob(tokens)
+            loss = -(logprob * omega * keep).sum() / keep.sum().clamp_min(1)
+            gradient = torch.autograd.grad(loss, list(self.model.parameters()))
+            checked.append(torch.cat([g.flatten() for g in gradient]))
+            return batch
+
+    class Compare(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+            assert torch.allclose(gradient, checked[-1], atol=1e-5 + 1e-4 * checked[-1].abs().max())
+            checked.append("compared")
+
+    def reward(completions, **_):
+        return dict(most=[1.0, 0, 0, 1, 0, 0, 1, 0], little=[0, 1, 0, 0] + [0.1] * 4, none=[0.1] * 8)[signal]
+
+    settings = GRPOConfig(
+        output_dir=str(tmp_path / "out"), model_init_kwargs={"dtype": "float32"}, bf16=False, use_cpu=True,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_steps=2, seed=3,
+        max_completion_length=24, learning_rate=1e-2, temperature=temperature, beta=beta, max_grad_norm=0.0,
+        use_bias_correction_kl=False, report_to="none", save_strategy="no", disable_tqdm=True)
+    prompts = Dataset.from_list([{"prompt": prompt} for prompt in ("1+2=", "348+214=", "99+1=", "7=")])
+    trainer = Checked(str(tmp_path / "model"), reward, settings, prompts, processing_class=words)
+    trainer.add_callback(Compare())
+    trainer.train()
+    assert [x for x in checked if isinstance(x, str)] == ["compared"] * 2
+    changed = any(not torch.equal(a, b) for a, b in zip(trainer.model.parameters(), initial.parameters()))
+    assert changed == (signal != "none")
+
+
+def verl_batch(seed=0, ratio=0.0):
+    torch.manual_seed(seed)
+    mask = torch.arange(10) < torch.tensor([[10], [3], [7], [1], [10], [5]])
+    old = -torch.rand(6, 10)
+    logprob = (old + ratio * torch.randn(6, 10)).requires_grad_()
+    advantages = torch.tensor([1.0, -1, 0, 0, 2, -0.5])[:, None].expand(6, 10)
+    return mask, old, logprob, advantages, torch.rand(6, 10, requires_grad=True)
+
+
+def verl_oracle(mask, old, logprob, advantages, entropy, tokens, clip=(0.2, 0.28)):
+    """What the loss and its gradient must be, a token at a time."""
+    ratio, inside = (logprob - old).exp().detach(), []
+    for n, t in mask.nonzero().tolist():
+        r, a = ratio[n, t].item(), advantages[n, t].item()
+        live = not (a > 0 and r > 1 + clip[1] or a < 0 and r < 1 - clip[0])
+        inside.append((entropy[n, t].item() * abs(r * a) * live, n, t, r * a * live))
+    ranked = [x for x in inside if advantages[x[1], x[2]] != 0]
+    best = sorted(ranked, key=lambda x: (-x[0], x[1], x[2]))[:-(-len(ranked) // 5)]
+    gradient = torch.zeros_like(old)
+    for _, n, t, weight in best:
+        gradient[n, t] = -weight / (0.2 * tokens)
+    return gradient, len(best) / len(ranked)
+
+
+def stub_verl(monkeypatch):
+    """verl's registry and nothing else of verl: the decorator as verl/trainer/ppo/core_algos.py has it."""
+    registry = {}
+    stub = types.ModuleType("verl.trainer.ppo.core_algos")
+    stub.register_policy_loss = lambda name: lambda function: registry.setdefault(name, function)
+    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    recipe("verl 0.9")
+    return registry["gmts"]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+def test_verl_recipe_with_a_stub(monkeypatch, ratio):
+    gmts_loss, batch = stub_verl(monkeypatch), verl_batch(ratio=ratio)
+    mask, old, logprob, advantages, _ = batch
+
+    def ppo_loss(config, entropy, weights=None):          # calls as verl/workers/utils/losses.py does
+        return gmts_loss(old_log_prob=old, log_prob=logprob, advantages=advantages, response_mask=mask,
+                         loss_agg_mode="token-mean", config=config, rollout_is_weights=weights)
+
+    config = types.SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info={})
+    loss, figures = ppo_loss(config, batch[4])
+    expected, share = verl_oracle(*batch, tokens=36)
+    gradient, = torch.autograd.grad(loss, logprob)
+    assert torch.allclose(gradient, expected, atol=1e-6)
+    assert figures == {"actor/gmts_kept": pytest.approx(share)}
+    config.global_batch_info = dict(dp_size=2, batch_num_tokens=200, global_batch_size=40)
+    gradient, = torch.autograd.grad(ppo_loss(config, batch[4])[0], logprob)
+    assert torch.allclose(gradient, expected * 36 / 100, atol=1e-6)
+    doubled, = torch.autograd.grad(ppo_loss(config, batch[4], 2 * torch.ones_like(old))[0], logprob)
+    assert torch.allclose(doubled, 2 * gradient, atol=1e-6)
+    with pytest.raises(ValueError, match="calculate_entropy"):
+        ppo_loss(config, None)
+    advantages = advantages * 0                            # no signal: it can go backward and moves nothing
+    assert not torch.autograd.grad(ppo_loss(config, batch[4])[0], logprob)[0].any()
+
+
+def test_verl_recipe_in_verl():
+    """verl's own ppo_loss, which unpacks what its engines hand it, calls the recipe."""
+    pytest.importorskip("verl")
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
+    recipe("verl 0.9")
+    mask, old, logprob, advantages, entropy = batch = verl_batch(ratio=0.4)
+    lengths, prompts = mask.sum(1).tolist(), [2, 3, 1, 4, 2, 2]
+
+    def jagged(rows):
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def per_answer(x):
+        return jagged([row[:n] for row, n in zip(x, lengths)])
+
+    def whole(x):                      # an engine's output: prompts included, each value one place early
+        rows = [F.pad(row[:n], (p - 1, 1)) for p, row, n in zip(prompts, x, lengths)]
+        ends = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
+        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), ends)
+
+    data = TensorDict(dict(
+        prompts=jagged([torch.zeros(p) for p in prompts]), responses=per_answer(old),
+        response_mask=per_answer(mask.long()), advantages=per_answer(advantages),
+        old_log_probs=per_answer(old)), batch_size=[6])
+    tu.assign_non_tensor(data, dp_size=2, batch_num_tokens=100, global_batch_size=12)
+    config = FSDPActorConfig(rollout_n=2, ppo_micro_batch_size_per_gpu=6, clip_ratio_high=0.28)
+    object.__setattr__(config.policy_loss, "loss_mode", "gmts")
+    loss, metrics = ppo_loss(config, {"log_probs": whole(logprob), "entropy": whole(entropy)}, data)
+    expected, share = verl_oracle(*batch, tokens=50)
+    assert torch.allclose(torch.autograd.grad(loss, logprob)[0], expected, atol=1e-6)
+    assert metrics["actor/gmts_kept"].aggregate() == pytest.approx(share)
+    with pytest.raises(ValueError, match="calculate_entropy"):
+        ppo_loss(config, {"log_probs": whole(logprob)}, data)
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+RIGHT = {
+    "plain": ADD,
+    "fenced": f"Perhaps\n```python\ndef add(a, b): return 0\n```\nNo:\n```python\n{ADD}```\nDone.",
+    "cut off behind the code": f"```python\n{ADD}",
+    "noisy": f"print('x' * 10**7)\n{ADD}",
+    "another main": f"{ADD}\nif __name__ == '__main__':\n    add(input())",
+    "library": f"import collections, dataclasses, typing, math, heapq\nP = collections.namedtuple('P', 'x')\n"
+               f"@dataclasses.dataclass\nclass D:\n    x: 'int' = 0\n{ADD}",
+}
+FRAME = "import sys\ntry:\n    {}\nexcept ValueError:\n    raise SystemExit\n"
+WRONG = {
+    "wrong": "def add(a, b):\n    return a - b",
+    "half right": "def add(a, b):\n    return 3",
+    "empty": "",
+    "prose": "The answer is add.",
+    "no such name": "def plus(a, b):\n    return a + b",
+    "null byte": ADD + "\0",
+    "lone surrogate": ADD + "\udc80",
+    "deeply nested": "x = " + "(" * 5000 + ")" * 5000,
+    "sys.exit": f"{ADD}\nimport sys\nsys.exit(0)",
+    "os._exit": f"{ADD}\nimport os\nos._exit(0)",
+    "exit in a test": "import os\ndef add(a, b):\n    os._exit(0)",
+    "SystemExit in a test": "def add(a, b):\n    raise SystemExit",
+    "claims": "print('ok', 'passed', 1.0, True)",
+    "AssertionError": "import builtins\nclass AssertionError(Warning): pass\n"
+                      "builtins.AssertionError = AssertionError\ndef add(a, b): return 5",
+    "monkeypatch": "import builtins, os, sys\nadd = lambda *_, **__: None\n"
+                   "builtins.exec = builtins.compile = sys.excepthook = sys.exit = os.write = add",
+    "closes": "import os, sys\nsys.stdout.close()\nos.closerange(0, 99)\n" + ADD,
+    "floods every pipe": "import os\nfor fd in range(9):\n    try: os.write(fd, b'x' * 60000)\n"
+                         f"    except OSError: pass\n{ADD}",
+    "reads its input": "import os, sys\ndef add(a, b): return os.read(0, 99) or sys.stdin.read()",
+    "memory": "import mmap\nx = mmap.mmap(-1, 2 * 10**9)\n" + ADD,
+    "memory, bit by bit": "x = []\nwhile True: x.append(bytearray(10**7))",
+    "disk": "open('x', 'wb').write(bytes(2 * 10**6))\n" + ADD,
+    "deep folders": "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')",
+    "forks": f"import os, time\n{ADD}\nif os.fork() == 0: time.sleep(60)",
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "background": f"import subprocess\n{ADD}\nsubprocess.Popen(['sleep', '60'])",
+    "shell": f"import os\n{ADD}\nos.system('sleep 60 &')",
+    "kills its parent": f"import os\n{ADD}\nos.kill(os.getppid(), 15)",
+    "through C": f"import ctypes, os\n{ADD}\nctypes.CDLL(None).kill(os.getppid(), 15)",
+    "frames": FRAME.format("key = sys._getframe(1).f_locals['key']") + ADD,
+    "traceback": FRAME.format("try: 1 / 0\n    except Exception as e: e.__traceback__.tb_frame") + ADD,
+    "generator": FRAME.format("(x for x in 'x').gi_frame") + ADD,
+    "garbage": FRAME.format("import gc; gc.get_objects()") + ADD,
+    "trace": FRAME.format("sys.settrace(print)") + ADD,
+    "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()",
+    "ignores signals": "from signal import *\nfor s in valid_signals() - {9, 19}: signal(s, SIG_IGN)\n"
+                       "while True: pass",
+    "exit hook": "import atexit, time\natexit.register(time.sleep, 60)",
+}
+
+
+@pytest.fixture(scope="module")
+def reward_code():
+    names = recipe("reward_code.py")
+    names["SECONDS"] = 1
+    return names["score"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_code_reward_of_right_programs(reward_code, name):
+    assert reward_code(RIGHT[name], TESTS) == 1.0
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_code_reward_of_wrong_and_hostile_programs(reward_code, name):
+    start = time.perf_counter()
+    assert reward_code(WRONG[name], TESTS) == 0.0
+    assert time.perf_counter() - start < 10
+
+
+def test_code_reward_in_a_run(tiny, tmp_path):
+    """Whatever compiles is right here: some of a random model's digits and plus signs do."""
+    (tmp_path / "reward_code.py").write_text(recipe("reward_code.py")["BLOCK"])
+    (tmp_path / "data.jsonl").write_text("".join(
+        json.dumps({"question": f"{i}+1=", "answer": "assert True\nassert 1"}) + "\n" for i in range(60)))
+    rows = run_main(*tiny, "--out", tmp_path / "run", "--data", tmp_path / "data.jsonl", "--max-tokens", 3,
+                    "--reward", f"{tmp_path / 'reward_code.py'}:score", "--steps", 1, "--eval-size", 3)
+    assert 0 < float(rows[1]["reward"]) < 1 and float(rows[1]["kept"]) > 0
+
+
 # ---- The benchmark: GMTS_BENCH=1 [GMTS_BENCH_MODEL=folder of SmolLM2-135M] pytest -s -k bench ----------------
 # Both sides in processes of their own, in turn: same model, prompts, group size, lengths, dtype and threads.
 def bench_setting(name, folder):
@@ -964,7 +1344,7 @@ def bench_step(side, name, folder, repeats, samples=8, longer=1, fraction=0.2):
         model = gmts.load_model(folder, "float32")[0]
         run = make_run(model.eval(), tokenizer, prompts=8, samples=samples, max_tokens=length, fraction=fraction,
                        micro_tokens=2048, lr=1e-6)
-        run.problems, run.step, run.ends, run.progress = [(prompt, "") for prompt in prompts], 0, {-1}, None
+        run.problems, run.step, run.ends = [(prompt, "") for prompt in prompts], 0, {-1}
         run.reward = lambda completion, answer: next(counter) % 3
         run.tokenize = gmts.functools.partial(tokenizer, add_special_tokens=False)
         learn = gmts.learn
