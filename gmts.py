@@ -80,8 +80,8 @@ DEMO = dict(data="demo", prompt="{question}", samples=8, max_tokens=34, lr=3e-4,
             steps=300, eval_size=1000, eval_every=60)
 
 # ---- Sampling: our own short loop, whose logits give every token's statistics for free ---------------------
-def in_chunks(function, vocabulary, *tensors, least=1):
-    """`function` of a few rows at a time, at least `least`: memory does not grow with all rows."""
+def in_chunks(function, vocabulary, *tensors, least=128):
+    """`function` of a few rows at a time, its results joined along the last axis: memory does not grow."""
     rows = max(least, 2**(20 if tensors[0].device.type == "cpu" else 26) // vocabulary)
     return torch.cat([function(*chunk) for chunk in zip(*(x.split(rows) for x in tensors))], dim=-1)
 
@@ -93,11 +93,11 @@ def token_stats(logits, tokens, temperature=1.0):
     def of_rows(logits, tokens):
         logp = (logits.float() / temperature).log_softmax(dim=-1)                           # (rows, V)
         probs, y = logp.exp(), tokens[:, None]  # (rows, V), (rows, 1)
-        entropy = -(probs * logp.clamp_min(-1e30)).sum(dim=-1)   # 0 * -inf would be NaN      (rows,)
+        entropy = -(probs * logp.clamp_min(-1e30)).sum(dim=-1)   # -1e30: 0 * -inf is NaN      (rows,)
         others = probs.scatter(-1, y, 0.0)                                                  # (rows, V)
         norm = (others.sum(dim=-1).square() + others.square().sum(dim=-1)).sqrt() / temperature
         return torch.stack([logp.gather(-1, y)[:, 0], entropy, norm])                       # (3, rows)
-    stats = in_chunks(of_rows, logits.shape[-1], logits.flatten(0, -2), tokens.flatten())   # (3, all)
+    stats = in_chunks(of_rows, logits.shape[-1], logits.flatten(0, -2), tokens.flatten(), least=1)  # (3, all)
     return stats.view(3, *tokens.shape).unbind()
 
 def draw(logits, temperature):
@@ -106,13 +106,13 @@ def draw(logits, temperature):
         cdf = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)                 # (rows, V)
         point = torch.rand_like(cdf[:, :1]).clamp_max(1 - 1e-6) * cdf[:, -1:]               # (rows, 1)
         return torch.searchsorted(cdf, point, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
-    return logits.argmax(dim=-1) if temperature == 0 else in_chunks(of_rows, logits.shape[-1], logits)
+    return in_chunks(of_rows, logits.shape[-1], logits, least=1) if temperature > 0 else logits.argmax(dim=-1)
 
-def forward(module, ids, mask, place, cache=None, **more):
+def forward(module, ids, mask, positions, cache=None, **more):
     """A pass of a transformers model -> output, key/value cache (once called past_key_values)."""
     name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
     more |= {name: cache, "use_cache": True}
-    output = module(input_ids=ids, attention_mask=mask, position_ids=place, **more)
+    output = module(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
     return output, output[name]
 
 @torch.no_grad()
@@ -125,10 +125,10 @@ def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temper
     mask = torch.zeros_like(tokens, dtype=torch.bool)                                       # (N, T)
     stats = torch.zeros(3, count, max_tokens, device=device)                                # (3, N, T)
     rows, running = torch.arange(count, device=device), torch.ones(count, dtype=torch.bool, device=device)
-    place = (prompt_mask.cumsum(1) - 1).clamp_min(0)                                        # (P, L)
-    output, cache = forward(model, prompt_ids, prompt_mask, place, logits_to_keep=1)
+    positions = (prompt_mask.cumsum(1) - 1).clamp_min(0)                                    # (P, L)
+    output, cache = forward(model, prompt_ids, prompt_mask, positions, logits_to_keep=1)
     cache.batch_select_indices(rows // samples)      # a prompt is computed once for its G answers
-    logits, place = output.logits[rows // samples, -1], place[rows // samples, -1:]         # (N, V), (N, 1)
+    logits, positions = output.logits[rows // samples, -1], positions[rows // samples, -1:]  # (N, V), (N, 1)
     seen = F.pad(prompt_mask, (0, max_tokens), value=1)[rows // samples]                    # (N, L+T)
     for t in range(max_tokens):                      # rows (n,): the answers still in the batch
         token = draw(logits, temperature)                                                   # (n,)
@@ -137,10 +137,10 @@ def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temper
         running = running & ~torch.isin(token, stop)                                        # (n,)
         if t % every == 0 and not running.all():     # ended answers leave: the cost is the sum of the lengths
             stay = running.nonzero()[:, 0]           # (looking at `running` makes a CPU wait for its GPU)
-            rows, token, place, seen, running = (x[stay] for x in (rows, token, place, seen, running))
+            rows, token, positions, seen, running = (x[stay] for x in (rows, token, positions, seen, running))
             cache.batch_select_indices(stay)
         if t + 1 == max_tokens or len(rows) == 0: break
-        output, cache = forward(model, token[:, None], seen[:, :width + t + 1], place + t + 1, cache)
+        output, cache = forward(model, token[:, None], seen[:, :width + t + 1], positions + t + 1, cache)
         logits = output.logits[:, -1]                                                       # (n, V)
     return tokens[:, :t + 1], mask[:, :t + 1], *(stats * mask)[:, :, :t + 1]
 
@@ -211,13 +211,12 @@ class Batch:
 def micro_batches(batch, lengths, budget):
     """Packs answers of lengths (N,) by tokens, padding and prompts included -> lists of rows; 0 stays out.
     Groups of short answers come first; a group's answers stay neighbours, since they share their prompt."""
-    lengths, owner, prompt = lengths.tolist(), batch.owner.tolist(), batch.prompt_mask.sum(1).tolist()
+    lengths, owner, packs, groups = lengths.tolist(), batch.owner.tolist(), [], set()
     longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
-    packs, groups, widest = [], set(), 0
     for length, group, row in sorted((longest[g], g, i) for i, g in enumerate(owner) if lengths[i]):
-        groups, widest = groups | {group}, max(widest, prompt[group])
-        if not packs or (len(packs[-1]) + 1) * length + len(groups) * widest > budget:
-            packs, groups, widest = packs + [[]], {group}, prompt[group]
+        groups.add(group)
+        if not packs or (len(packs[-1]) + 1) * length + len(groups) * batch.prompt_ids.shape[1] > budget:
+            packs, groups = packs + [[]], {group}
         packs[-1].append(row)
     return packs
 
@@ -232,22 +231,24 @@ def masked_states(model, batch, mask, budget):
         prompts, owner = torch.unique(batch.owner[rows], return_inverse=True)               # (p,), (n,)
         width = int(batch.prompt_mask[prompts].sum(1).max())
         seen = batch.prompt_mask[prompts, -width:]                                          # (p, L)
-        place = (seen.cumsum(1) - 1).clamp_min(0)                                           # (p, L)
-        output, cache = forward(model.get_decoder(), batch.prompt_ids[prompts, -width:], seen, place)
+        positions = (seen.cumsum(1) - 1).clamp_min(0)                                       # (p, L)
+        output, cache = forward(model.get_decoder(), batch.prompt_ids[prompts, -width:], seen, positions)
         hidden = output.last_hidden_state[owner, -1:]                                       # (n, 1, D)
         if length > 1:
             cache.batch_select_indices(owner)
             inputs = batch.tokens[rows, :length - 1]                                        # (n, T-1)
             seen = torch.cat([seen[owner], torch.ones_like(inputs)], dim=1)                 # (n, L+T-1)
-            place = place[owner, -1:] + torch.arange(1, length, device=mask.device)         # (n, T-1)
-            output, _ = forward(model.get_decoder(), inputs, seen, place, cache)
+            positions = positions[owner, -1:] + torch.arange(1, length, device=mask.device)  # (n, T-1)
+            output, _ = forward(model.get_decoder(), inputs, seen, positions, cache)
             hidden = torch.cat([hidden, output.last_hidden_state], dim=1)                   # (n, T, D)
         row, column = mask[rows, :length].nonzero(as_tuple=True)                            # (K,), (K,)
         yield (rows[row], column), hidden[row, column]
 
 def head(model, hidden):
     """The model's output layer: hidden (K, D) -> logits (K, V)."""
-    cap, logits = getattr(model.config, "final_logit_softcapping", 0), model.get_output_embeddings()(hidden)
+    get, logits = functools.partial(getattr, model.config), model.get_output_embeddings()(hidden)
+    scale, cap = get("logit_scale", 1) / get("logits_scaling", 1), get("final_logit_softcapping", 0)
+    logits = logits if scale == 1 else logits * scale                                       # Cohere, Granite
     return cap * torch.tanh(logits / cap) if cap else logits                                # Gemma 2 caps
 
 @torch.no_grad()
@@ -255,8 +256,8 @@ def score_tokens(model, batch, mask, config):
     """logprobs, entropy, grad_norm of the tokens in `mask` (N, T) under `model` as it is now -> (3, N, T)."""
     def of_rows(states, y): return torch.stack(token_stats(head(model, states), y, config.temperature))
     stats = torch.zeros_like(batch.stats)                                                   # (3, N, T)
-    for place, hidden in masked_states(model, batch, mask, config.micro_tokens):
-        stats[:, *place] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[place], least=128)
+    for (row, column), hidden in masked_states(model, batch, mask, config.micro_tokens):
+        stats[:, row, column] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[row, column])
     return stats
 
 def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
@@ -266,57 +267,74 @@ def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
         return -F.cross_entropy(head(model, hidden).float() / config.temperature, tokens, reduction="none")
     recomputed, total = functools.partial(checkpoint, of_rows, use_reentrant=False), 0.0
     for place, hidden in masked_states(model, batch, keep, config.micro_tokens):
-        logprobs = in_chunks(recomputed, model.config.vocab_size, hidden, batch.tokens[place], least=128)
+        logprobs = in_chunks(recomputed, model.config.vocab_size, hidden, batch.tokens[place])
         loss = policy_loss(logprobs, batch.stats[0][place], batch.advantages[place[0]], denominator,
                            config.clip_low, config.clip_high, ref_logprobs[place], config.beta)
         loss.backward()
         total += loss.detach()
     return total
 
-# ---- The verifier: numbers and fractions by value, all else as tidied text; nothing is ever executed -------
+# ---- The verifier: numbers by value, lists entry by entry, all else as tidied text; nothing is ever executed
 def extract_answer(text):
     """The last balanced box, else what follows the last ####, "answer is" or "Answer:", else None."""
-    text, opened, box = text.rpartition("</think>")[2], [], None
+    text = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
+    opened, box = [], None
     for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]", text):               # one pass, linear
-        if brace[0] != "}":
-            opened.append(brace)
-        elif opened and (start := opened.pop())[0] != "{":
-            box = text[start.end():brace.start()]
-    for marker in (r"####", r"[Aa]nswer(?: is|:)"):
+        if brace[0] != "}": opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{": box = text[start.end():brace.start()]
+    for marker in (r"####:?", r"(?i)answer(?: is|:)"):
         if box is None and len(parts := re.split(marker, text)) > 1:
             box = re.split(r"[.!?](?:\s|$)|\n", parts[-1].strip(" :*\n"), maxsplit=1)[0]
+            box = re.sub(r"^The [^=]* is ", "", box)                                    # The largest n is 34
     return (box or "").strip(" *`$\n") or None
 
 REWRITES = [(re.compile(pattern), new) for pattern, new in (
-    (r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),                    # \text{ cm} -> cm
-    (r"\\[dtc]?frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r" \1/\2"),                 # 2\frac{3}{4} -> 2 3/4
-    (r"\\(?:left|right|[,!;:()\[\]$])|[$~*]|\{,\}|(?<=\d),(?=\d{3}(?!\d))(?![^(]*\))", ""),  # 1{,}200 -> 1200
-    (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%", " percent"), (r"[−–]", "-"), (r"[{}\\]", ""),
-    (r"\s+", " "), (r"\(([\w./-]+)\)", r"\1"), (r"^ ?[A-Za-z] ?= ?| ?\.?\s*$|^ ", ""))]
-NUMBER = re.compile(r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]*\.?[0-9]+)(?: ?/ ?([0-9]+))?"
-                    r"(?!.*\b(?:and|or|not|half|dozen|hundred|thousand|[mb]illion|times|plus|minus)\b)"
-                    r"( ?[a-z][a-z ]*)?")
+    (r"(?<=\d) ?(?:\{ ?, ?\}|,?\\!|\\,) ?(?=\d{3})|(?<=\d)[, ](?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),
+    (r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "), (r"\\approx.*", ""),     # \text{ cm} -> cm
+    (r"\\[dtc]?frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r" \1/\2"), (r"\\in\b", "="),     # \frac12 -> 1/2
+    (r"\\(?:left|right|angle|q?quad|[,!;:()\[\]$ ])|[$~]|\*\*", " "), (r"[−–]", "-"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%|\b(?:pct|percentage)\b", " percent"),
+    (r";|\\cup|,? *\b(?:and|or)\b", ","), (r"[{}\\]", ""), (r"\s+", " "),
+    (r"(?<![\w)])(?:[a-zA-Z](?:_\w+|\([a-z]\))?|\([a-z](?:, ?[a-z])*\)|[A-Z|][A-Z|:_\d]*) *= *", ""),
+    (r"\( ?([\w./-]+) ?\)", r"\1"), (r" ?([,()\[\]]) ?|[.,]?\s*$|^ ", r"\1"))]      # x = (5) -> 5
+RESULT = re.compile(r"^[^a-z]*= ?(?=[^a-z=]*$)| ?= ?[a-z]$")         # 10^3 = 1000 is 1000, and so is 1000 = x
+CHOICE = re.compile(r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$")  # (B) 19
+COMMA = re.compile(r",(?![^(\[]*[)\]])")             # one outside all brackets
+NUMBER = re.compile(r"(?!.*\b(?:not|half|dozen|hundred|thousand|[mb]illion|times|plus|minus)\b)"
+                    r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?: ?/ ?([0-9]+))?"
+                    r"((?: |(?=[ckm]m|kg|ft))(?!sqrt|ln|(?:pi|log|sin|cos|tan|[a-ceikn-z])\b)[a-z][a-z ]*)?")
 
 @functools.lru_cache(10_000)
-def normalise(answer):
-    """-> the value, a Fraction, or None for what is not a number; the unit or the text."""
-    for pattern, new in REWRITES: answer = pattern.sub(new, answer)
-    number = NUMBER.fullmatch(answer := answer.lower())
-    if number is None or number[4] and int(number[4]) == 0:
-        return None, answer.replace(" ", "")
+def tidy(text):
+    for pattern, new in REWRITES: text = pattern.sub(new, text)
+    return text.lower()
+
+@functools.lru_cache(10_000)
+def normalise(text):
+    """-> the value, a Fraction, or None for what is no number; the unit or the text; was it a decimal?"""
+    number = NUMBER.fullmatch(text := RESULT.sub("", text))
+    if number is None or number[4] and int(number[4]) == 0: return None, text.replace(" ", ""), False
     value = Fraction(number[3]) / int(number[4] or 1) + int(number[2] or 0)
-    return (-value if number[1] else value), (number[5] or "").strip().rstrip("s")
+    return (-value if number[1] else value), (number[5] or "").strip().rstrip("s"), "." in number[3]
 
 def answers_match(answer, gold):
     """Is `answer` the same as `gold`? Two different units are not; one alone does not matter."""
     if max(len(answer), len(gold)) > 2000: return False
-    (value, text), (gold_value, gold_text) = normalise(answer), normalise(gold)
-    return value == gold_value and (text == gold_text or value is not None and not (text and gold_text))
+    if re.fullmatch("[A-Z]", gold): answer = CHOICE.sub(r"\1", answer)
+    answer, gold = tidy(answer), tidy(gold)
+    if "," in answer and "," in gold:                # entry by entry; within brackets their order counts
+        answer, gold = ("".join(part if part in ",()[]" else str(normalise(part)[:2])
+                                for part in re.split(r"([,()\[\]])", text)) for text in (answer, gold))
+        return sorted(COMMA.split(answer)) == sorted(COMMA.split(gold))
+    (value, text, rounded), (exact, unit, decimal) = normalise(answer), normalise(gold)
+    if value is None or exact is None or text and unit and text != unit: return (value, text) == (exact, unit)
+    tolerance = abs(exact) / 10**6 if rounded and not decimal and exact.denominator > 1 else 0        # 1/3
+    percent = Fraction(100) ** ((unit == "percent") - (text == "percent"))
+    return min(abs(value - exact), abs(value * percent - exact)) <= tolerance
 
 def is_correct(completion, gold):
     """Does the completion give the right answer?"""
-    answer = extract_answer(completion)
-    return answer is not None and answers_match(answer, gold)
+    return (answer := extract_answer(completion)) is not None and answers_match(answer, gold)
 
 # ---- Data: questions and reference answers in the shapes in which people have them -------------------------
 GSM8K = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
@@ -331,16 +349,13 @@ def read_record(record):
     question = next((record[name] for name in QUESTION_COLUMNS if record.get(name)), "")
     answer = next((record[name] for name in ANSWER_COLUMNS if record.get(name) not in (None, "", [])), "")
     choices = record.get("choices", [])
-    if isinstance(question, dict):                           # CommonsenseQA as its authors publish it
-        question, choices = question["stem"], question["choices"]
-    if isinstance(choices, dict):                            # ... and as the hub serves it
+    if isinstance(question, dict): question, choices = question["stem"], question["choices"]  # CommonsenseQA,
+    if isinstance(choices, dict):                            # as its authors publish it, and as the hub does
         choices = [dict(label=label, text=text) for label, text in zip(choices["label"], choices["text"])]
     answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
-    answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
     answer = str(answer).strip() if isinstance(answer, (str, int, float)) else ""
-    if "####" in answer or re.search(r"\\(boxed|fbox)", answer):                   # a worked solution
-        answer = extract_answer(answer) or ""
-    if not isinstance(question, str) or not question.strip() or not answer:
+    if re.search(r"####|\\(boxed|fbox)", answer): answer = extract_answer(answer) or ""    # a worked solution
+    if not isinstance(question, str) or not question.encode().strip() or not answer:
         what, columns = ("answer", ANSWER_COLUMNS) if question else ("question", QUESTION_COLUMNS)
         raise BadInput(f"no {what} in any of the columns {', '.join(columns)}")
     question = f"{record.get('Body', '')} {question}".strip()                    # SVAMP has its facts in Body
@@ -357,11 +372,9 @@ def load_problems(source):
             torch.hub.download_url_to_file(ADDRESSES[source], path, progress=False)
         with open(path, encoding="utf-8-sig") as file: text = file.read()
         array, problems = text.lstrip().startswith("["), []
-        for number, record in enumerate(json.loads(text) if array else text.split("\n"), 1):
+        for number, line in enumerate(json.loads(text) if array else text.split("\n"), 1):
             with explain(f"{'record' if array else 'line'} {number}"):
-                if array or record.strip():
-                    problems.append(read_record(record if array else json.loads(record)))
-        if not problems: raise BadInput("it is empty")
+                if array or line.strip(): problems.append(read_record(line if array else json.loads(line)))
     return problems
 
 def split_problems(config):
@@ -371,8 +384,7 @@ def split_problems(config):
     test = load_problems(name) if config.eval_data or name in ADDRESSES else held_out
     asked = {question for question, _ in test}
     train = [problem for problem in train if problem[0] not in asked]
-    if not train or not test:
-        raise BadInput(f"data {config.data}: too few questions to train on some and evaluate on others")
+    if not (train and test): raise BadInput(f"data {config.data}: too few questions to train and evaluate on")
     return train, test[:config.eval_size]
 
 # ---- Models: a small adder made on the spot, or whatever transformers loads --------------------------------
@@ -398,12 +410,10 @@ def demo_model(problems, steps=600):
     symbols = {s: i for i, s in enumerate(["<end>", "<unknown>", "####", *"0123456789+= "])}
     words = Tokenizer(models.WordLevel(symbols, unk_token="<unknown>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("####|."), "isolated"), decoders.Fuse()
-    special = dict(eos_token="<end>", pad_token="<end>", unk_token="<unknown>")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
     model = AutoModelForCausalLM.from_config(Qwen2Config(
         vocab_size=len(symbols), hidden_size=96, intermediate_size=288, num_hidden_layers=2, eos_token_id=0,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=True,
-        bos_token_id=None))
+        num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True, bos_token_id=None))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     for step in range(steps):
         questions = [random.choice(problems)[0] for _ in range(64)]
@@ -419,12 +429,16 @@ def demo_model(problems, steps=600):
 
 ORGANISATIONS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google"}
 
-def load_model(name, dtype):
-    """A local folder, or a name of the hub with or without its usual organisation -> model, tokenizer."""
-    if not os.path.isdir(name) and "/" not in name:
+def load_model(name, dtype, device="cpu", problems=(), seed=0):
+    """A local folder, a hub name with or without its usual organisation, or demo -> model, tokenizer."""
+    set_seed(seed)
+    if name != "demo" and not os.path.isdir(name) and "/" not in name:
         name = next((f"{org}/{name}" for start, org in ORGANISATIONS.items() if name.startswith(start)), name)
     with explain(f"model {name} (a local folder, or a name of the hub)"):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
+        model, tokenizer = demo_model(problems) if name == "demo" else (
+            AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name))
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model.to(device).eval(), tokenizer        # eval: dropout would make the update see another policy
 
 def render(tokenizer, text, answer=None):
     """A question, and perhaps an answer, as the model reads it: a chat if there is a template for one."""
@@ -438,8 +452,7 @@ def end_tokens(model, tokenizer):
     ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
     closing = render(tokenizer, "?", "gmts").rpartition("gmts")[2].strip() if tokenizer.chat_template else ""
     ends |= set(tokenizer(closing, add_special_tokens=False).input_ids[:1]) & set(tokenizer.all_special_ids)
-    if not ends:
-        raise BadInput("the tokenizer has no end token: set eos_token in the model's tokenizer_config.json")
+    if not ends: raise BadInput("the tokenizer has no end token: set eos_token in tokenizer_config.json")
     return ends
 
 # ---- Training. `run` is what prepare() returns: the model and all that belongs to this run -----------------
@@ -457,8 +470,7 @@ def make_optimizer(model):
         weight.grad = None
     masters = [w if w.dtype == torch.float32 else w.detach().float() for w in model.parameters()]
     for weight, master in zip(model.parameters(), masters):
-        if weight is not master:
-            weight.register_post_accumulate_grad_hook(functools.partial(collect, master=master))
+        if weight is not master: weight.register_post_accumulate_grad_hook(lambda w, m=master: collect(w, m))
     return torch.optim.AdamW(masters, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
 def apply_gradient(run, loss):
@@ -478,14 +490,12 @@ def apply_gradient(run, loss):
 def learn(run, batch):
     """Ranks the tokens of informative groups, takes --updates steps on the best -> sums of the log, norms."""
     config, norms, clip = run.config, [], (run.config.clip_low, run.config.clip_high)
-    informative = batch.advantages.view(len(batch.prompt_ids), -1).ne(0).any(dim=1)         # (P,)
-    part = (informative.cumsum(0) - 1) * config.updates // informative.sum().clamp_min(1)   # (P,)
-    part = torch.where(informative, part, -1)[batch.owner, None]                            # (N, 1)
-    sums = torch.tensor([int(informative.sum()), 0.0, 0, 0, 0])
     old, advantages = batch.stats[0], batch.advantages[:, None].expand_as(batch.mask)       # (N, T)
-    ref = score_tokens(run.reference, batch, batch.mask & (part >= 0), config)[0] if config.beta else old
-    for update in range(config.updates):
-        mask = batch.mask & (part == update)                                                # (N, T)
+    informative = batch.owner[batch.advantages != 0].unique()                               # (prompts,)
+    sums = torch.tensor([len(informative), 0.0, 0, 0, 0])
+    for update, prompts in enumerate(informative.tensor_split(config.updates)):
+        mask = batch.mask & torch.isin(batch.owner, prompts)[:, None]                       # (N, T)
+        ref = score_tokens(run.reference, batch, mask, config)[0] if config.beta else old   # (N, T)
         stats = score_tokens(run.model, batch, mask, config) if update else batch.stats     # (3, N, T)
         weight = policy_weight(stats[0], old, advantages, *clip, ref, config.beta)          # (N, T)
         scores = token_scores(config.select, stats[1], stats[2], weight)                    # (N, T)
@@ -506,9 +516,8 @@ def rollout(run, problems, samples, temperature):
     """Samples answers to problems [(prompt, answer), ...] and judges them -> Batch, rewards (P, G)."""
     prompts = run.tokenize([p for p, _ in problems], padding=True, padding_side="left", return_tensors="pt")
     seen = prompts.attention_mask.to(run.model.device)                                      # (P, L)
-    prompt_ids = prompts.input_ids.to(seen.device) * seen        # 0: a token every model has (P, L)
-    longest = run.config.max_tokens
-    tokens, mask, *stats = sample(run.model, prompt_ids, seen, samples, longest, run.ends, temperature)
+    ids = prompts.input_ids.to(seen.device) * seen               # 0: a token every model has (P, L)
+    tokens, mask, *stats = sample(run.model, ids, seen, samples, run.config.max_tokens, run.ends, temperature)
     answers, rewards = [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist())], []
     for i, text in enumerate(run.tokenizer.batch_decode(answers, skip_special_tokens=True)):
         with explain(f"the reward of the completion {text[:60]!r}"):
@@ -517,7 +526,7 @@ def rollout(run, problems, samples, temperature):
     rewards = torch.tensor(rewards, device=mask.device).view(-1, samples)                   # (P, G)
     owner = torch.arange(len(problems), device=mask.device).repeat_interleave(samples)      # (N,)
     advantages = group_advantages(rewards).flatten()                                        # (N,)
-    return Batch(prompt_ids, seen, owner, advantages, tokens, mask, torch.stack(stats)), rewards
+    return Batch(ids, seen, owner, advantages, tokens, mask, torch.stack(stats)), rewards
 
 def evaluate(run):
     """The mean reward of K = --eval-samples answers a problem -> {"accuracy"}, with "pass_at_k" if K > 1."""
@@ -570,22 +579,16 @@ def save_checkpoint(run):
         os.rename(path + ".part", path)
         for old in checkpoints(run.config.out)[:-1]: shutil.rmtree(old)
 
-def record(run, figures):
-    """Adds a row to the log: to OUT/metrics.csv, and to the screen in the formats of COLUMNS."""
-    run.rows.append(figures)
-    if run.rank == 0:
-        run.csv.writerow(figures)
-        note = ["(equal rewards in every group: nothing to learn from)"] * (figures.get("informative") == 0)
-        print(*(f"{k} {figures[k]:{form}}" for k, form in COLUMNS.items() if k in figures), *note, flush=True)
-
 def prepare(config):
     """Device, data, folder, model, optimizer, checkpoint -> run: all that the functions above share."""
-    run = argparse.Namespace(config=config, step=0, rows=[], busy=False, stop=False)
+    run = argparse.Namespace(config=config, step=0, rows=[dict(step=0)], busy=False, stop=False)
     run.rank, run.world = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
     device = config.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.startswith("cuda")
-    with explain(f"--device {config.device}"): torch.empty(0, device=device)
-    if gpu: torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")))
+    with explain(f"--device {config.device}"):
+        if gpu: torch.cuda.set_device(device if ":" in device else int(os.getenv("LOCAL_RANK", "0")))
+        torch.empty(0, device=device)
+    if run.rank: sys.stdout = open(os.devnull, "w")                     # only the first process speaks
     if run.world > 1: dist.init_process_group("nccl" if gpu else "gloo")
     with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
         path, _, name = config.reward.rpartition(":")
@@ -593,14 +596,10 @@ def prepare(config):
     splits = split_problems(config)
     if run.rank == 0 and not config.resume:
         with explain(f"--out {config.out} (a new folder; --resume goes on with the run in an old one)"):
-            os.makedirs(config.out)
+            os.makedirs(config.out, exist_ok=not os.path.exists(config.out + "/metrics.csv"))
         with open(config.out + "/config.json", "w") as file: json.dump(asdict(config), file, indent=1)
-    def load(name):
-        set_seed(config.seed)
-        dtype = config.dtype.replace("auto", "bfloat16" if gpu else "float32")
-        model, tokenizer = demo_model(splits[0]) if name == "demo" else load_model(name, dtype)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return model.to(device).eval(), tokenizer    # eval: dropout would make the update see another policy
+    dtype = config.dtype.replace("auto", "bfloat16" if gpu else "float32")
+    load = functools.partial(load_model, dtype=dtype, device=device, problems=splits[0], seed=config.seed)
     saved = checkpoints(config.out)[-1] if config.resume else None
     run.model, run.tokenizer = load(saved or config.model)
     run.reference = load(config.model)[0].requires_grad_(False) if config.beta else None
@@ -612,9 +611,9 @@ def prepare(config):
             run.optimizer.load_state_dict(state["optimizer"])
             for master, kept in zip(run.optimizer.param_groups[0]["params"], state["masters"]):
                 master.data.copy_(kept)
-    if run.rank == 0:
-        run.csv = csv.DictWriter(open(os.path.join(config.out, "metrics.csv"), "w", buffering=1), COLUMNS)
-        run.csv.writerows([dict(zip(COLUMNS, COLUMNS)), *run.rows])
+    log = os.devnull if run.rank else os.path.join(config.out, "metrics.csv")
+    run.csv = csv.DictWriter(open(log, "w", buffering=1), COLUMNS)
+    run.csv.writerows([dict(zip(COLUMNS, COLUMNS)), *run.rows[:-1]])    # train() adds the last
     run.tokenize = functools.partial(run.tokenizer, add_special_tokens=run.tokenizer.chat_template is None)
     limit = (getattr(run.model.config, "max_position_embeddings", None) or 10**9) - config.max_tokens
     splits = [[(render(run.tokenizer, config.prompt.replace("{question}", question)), answer)
@@ -632,11 +631,11 @@ def show(run):
     for name, rows in (("right", batch.advantages > 0), ("wrong", batch.advantages < 0)):
         row = (rows * (1 + keep.sum(1))).argmax()                                  # with the most kept tokens
         ids = batch.tokens[row][batch.mask[row]].tolist() if rows.any() else []
-        texts = [run.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]    # a token may be half a letter
+        texts = [run.tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids) + 1)]
         words = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in longer[len(text):])
                  for text, longer in zip(texts, texts[1:])]     # what a model wrote must not steer a terminal
         marked = (start + word + end if kept else word for word, kept in zip(words, keep[row].tolist()))
-        best = zip(*(x.tolist() for x in scores[row].topk(min(5, len(ids)))))
+        best = zip(*(x.tolist() for x in scores[row, :len(ids)].topk(min(5, len(ids)))))
         print(f"  {name}: {''.join(marked) or 'none'}\n    largest {run.config.select} scores:",
               ", ".join(f"{words[i]!r} {score:.3f}" for score, i in best))
 
@@ -674,35 +673,34 @@ def audit(run):
 def train(config):
     """Trains as the configuration says -> the rows of the log."""
     run = prepare(config)
-    say = print if run.rank == 0 else lambda *_, **__: None
-    say(*(f"{name} {value!r}" for name, value in asdict(config).items()), sep="\n")
-    say(f"{run.model.num_parameters():,} parameters, {run.model.dtype} on {run.world} x {run.model.device}; "
-        f"{len(run.problems):,} problems to train on, {len(run.evaluation):,} to evaluate on, "
-        f"{run.too_long} left out as too long; the run is kept in {config.out}")
+    print(*(f"{name} {value!r}" for name, value in asdict(config).items()), sep="\n")
+    print(f"{run.model.num_parameters():,} parameters, {run.model.dtype} on {run.world} x {run.model.device};"
+          f" {len(run.problems):,} problems to train on, {len(run.evaluation):,} to evaluate on, "
+          f"{run.too_long} left out as too long; the run is kept in {config.out}")
     if config.audit: return audit(run)
     def on_signal(*_):
         run.stop = True
         if not run.busy: raise KeyboardInterrupt
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, on_signal)
     try:
-        if not run.rows: record(run, dict(step=0, **evaluate(run)))
-        while run.step < config.steps:
-            figures = train_step(run)
-            run.step += 1
-            try:
-                run.busy = False
-                if run.step == config.steps or config.eval_every and run.step % config.eval_every == 0:
-                    figures |= evaluate(run)
-            finally: record(run, figures)
-            if config.show and "accuracy" in figures and run.rank == 0: show(run)
-            if run.step % config.save_every == 0: save_checkpoint(run)
-            if len(run.rows) > 10 and all(row["skipped"] for row in run.rows[-10:]):
+        while True:                                  # a row gets its accuracy here, after a resume too
+            due = run.step in (0, config.steps) or config.eval_every and run.step % config.eval_every == 0
+            if due and not run.stop and "accuracy" not in run.rows[-1]: run.rows[-1] |= evaluate(run)
+            run.csv.writerow(row := run.rows[-1])
+            note = ["(equal rewards in every group: nothing to learn from)"] * (row.get("informative") == 0)
+            print(*(f"{k} {row[k]:{form}}" for k, form in COLUMNS.items() if k in row), *note, flush=True)
+            if config.show and due and "shown" in run: show(run)
+            if run.step and run.step % config.save_every == 0: save_checkpoint(run)
+            if len(run.rows) > 10 and all(row["skipped"] == config.updates for row in run.rows[-10:]):
                 raise BadInput("loss or gradient not finite in 10 steps: lower --lr or use --dtype float32")
-            if run.stop: raise KeyboardInterrupt
+            if run.stop: raise KeyboardInterrupt     # a signal came during the update
+            if run.step == config.steps: break
+            run.rows.append(train_step(run))
+            run.step, run.busy = run.step + 1, False
     finally:
         if not run.busy: save_checkpoint(run)
-    say(f"accuracy {run.rows[0]['accuracy']:.3f} -> {run.rows[-1]['accuracy']:.3f}; the model is in "
-        f"{config.out}/step-{run.step:06d}")
+    print(f"accuracy {run.rows[0]['accuracy']:.3f} -> {run.rows[-1]['accuracy']:.3f}; the model is in "
+          f"{config.out}/step-{run.step:06d}")
     return run.rows
 
 def parse(argv):
@@ -715,11 +713,10 @@ def parse(argv):
         kw = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
         parser.add_argument(option, default=f.default, help=f.metadata["help"], **kw)
     first, saved = parser.parse_args(argv), {}
-    parser.set_defaults(**(DEMO if first.model == "demo" else {}))
     if first.resume:
         with explain("--resume needs a run with a checkpoint"), open(first.out + "/config.json") as file:
             saved = json.load(file) | {"resume": bool(checkpoints(first.out)[-1])}
-        parser.set_defaults(**saved)
+    parser.set_defaults(**saved or (DEMO if first.model == "demo" else {}))
     config = Config(**vars(parser.parse_args(argv)))
     for f, option in options.items():
         value, low = getattr(config, f.name), f.metadata["low"]
@@ -727,16 +724,16 @@ def parse(argv):
         if value != saved.get(f.name, value) and f.name not in "out save_every device show audit".split():
             parser.error(f"{option} {value}: the run to resume has {saved[f.name]}")
     if not 0 < config.fraction <= 1: parser.error("--fraction must lie in (0, 1]")
-    name = f"{os.path.basename(config.model.rstrip('/'))}-{config.select}-seed{config.seed}-%m%d-%H%M%S"
-    config.out = config.out or os.path.join("runs", time.strftime(name))
+    if "{question}" not in config.prompt: parser.error(f"--prompt {config.prompt!r}: it lacks {{question}}")
+    model = os.path.basename(config.model.rstrip("/"))
+    config.out = config.out or f"runs/{model}-{config.select}-{config.seed}-{time.strftime('%m%d-%H%M%S')}"
     return config
 
 def main(argv=None):
     """Runs the command line; bad input ends in one line on stderr and exit status 2."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
-        train(parse(argv))
+    try: train(parse(argv))
     except (BadInput, torch.cuda.OutOfMemoryError, KeyboardInterrupt) as error:
         said = {KeyboardInterrupt: "stopped; --resume goes on from the last checkpoint", BadInput: str(error)}
         short = "out of GPU memory; lower --micro-tokens, --prompts, --samples or --max-tokens"

@@ -18,7 +18,7 @@ for seed in $seeds; do
     for select in $selectors; do
         run=$out/$select-$seed
         arguments=(--model "$model" --select "$select" --seed "$seed" "${data[@]}" "$@")
-        if compgen -G "$run/step-*/trainer.pt" > /dev/null; then arguments=(--resume); else rm -rf "$run"; fi
+        if compgen -G "$run/step-*[0-9]/trainer.pt" > /dev/null; then arguments=(--resume); else rm -rf "$run"; fi
         $python gmts.py --out "$run" "${arguments[@]}"
     done
 done

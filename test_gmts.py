@@ -387,7 +387,7 @@ def test_bfloat16_weights_learn_through_float32_masters(tokenizer):
 RECORDS = [
     ({"question": "q", "answer": "text #### 1,234"}, ("q", "1,234")),                                # GSM8K
     ({"problem": "p", "solution": "thus $\\boxed{\\frac{1}{2}}$."}, ("p", "\\frac{1}{2}")),          # MATH
-    ({"problem": "p", "answer": 27.0}, ("p", "27")),                                                 # AMC
+    ({"problem": "p", "answer": 27.0}, ("p", "27.0")),                                               # AMC
     ({"input": "i", "target": 40}, ("i", "40")),                                                     # MultiArith
     ({"Body": "Facts.", "Question": "How many?", "Answer": 198.5}, ("Facts. How many?", "198.5")),   # SVAMP
     ({"prompt": "p", "final_answer": ["7"]}, ("p", "7")),
@@ -457,11 +457,21 @@ RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50",
          (r"\$4.50", "4.5 dollars"), ("60", r"60^\circ"), ("60", "60 degrees"), ("5", "5 apples"), ("5", "x = 5"), ("12", "12."),
          ("12", r"12\text{ cm}"), ("10", r"10\%"), ("-3", "−3"), ("562", "0562"), ("7", r"\left(7\right)"), ("C", "(C)"),
          (r"\text{Tuesday}", "tuesday."), (r"\sqrt{2}", r"\sqrt 2"), (r"(1, 2)", "(1,2)"), ("9007199254740993", "9007199254740993"),
-         ("9" * 1500, "9" * 1500), ("1/3", "2/6"), ("-1/2", r"-\frac{1}{2}")]
+         ("9" * 1500, "9" * 1500), ("1/3", "2/6"), ("-1/2", r"-\frac{1}{2}"), (r"\{1,2\}", "2, 1"), (r"1,2", r"2 \text{ and } 1"),
+         (r"(1, \frac{9}{2})", "(1, 4.5)"), (r"[0, 1/2)", r"\left[0, 0.5\right)"), (r"(1,2), (3,4)", r"(3, 4), (1, \frac42)"),
+         (r"(0, 1) \cup (2, 3)", r"(2,3)\cup(0,1)"), ("x = 1, x = 2", "2, 1"), ("1/3", "0.33333333"), ("0.335", r"33.5\%"),
+         (r"28\%", "0.28"), (r"28\%", "28 percent"), ("1000", "1 000"), (r"f(x) = 2x", "2x"), ("5", "5 = x"), ("5", "10/2 = 5"),
+         (r"74^\circ", r"\angle ABC = 74^\circ"), ("(p, q) = (3, 2)", "(3,2)"), ("C", r"\textbf{(C)}\ 42"), ("B", "(B) the dog."),
+         ("14", "14 pieces"), ("12", r"12\mathrm{~m}"), ("3:2", "3:2"), ("12000", r"12,\!000")]
 WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", "0.333"), ("12 cm", "12 m"), ("7", "7 or 8"),
          ("7", "7 million"), ("7", "7, 8"), ("5", "5 apples or pears"), ("5", "5 minus something"), ("(1,2)", "(2,1)"), ("(1,200)", "1200"), ("9007199254740993", "9007199254740992"),
          ("C", "B"), ("C", "(B) not (C)"), (r"\sqrt{2}", "2"), ("5", "2+3"), ("0.5", "50"), ("1", "1/0"), ("5", ""), ("5", "five"),
-         ("1", "True"), ("0", "nan"), ("1", "inf"), ("10", "1e1"), ("2", "x^2")]
+         ("1", "True"), ("0", "nan"), ("1", "inf"), ("10", "1e1"), ("2", "x^2"), ("20", r"20\pi"), ("2", "2x"), ("3", "3i"),
+         ("2", r"2\sqrt{x}"), ("2", r"2\ln x"), ("3/4", r"\frac34\pi"), ("2", "2abc"), ("2", "2ab"), (r"\{1,2\}", "2, 1, 1"),
+         ("(2, 1)", "(1, 2)"), ("[0, 1)", "(0, 1)"), ("[0, 1)", "[0, 1]"), ("(1,2), (3,4)", "(1,3), (2,4)"), ("1,2", "(1,2)"),
+         ("5", "5.0000001"), ("0.5", r"5\%"), ("50", "0.5"), (r"28\%", "2800"), ("6", "xy = 6"), ("7 = 11a+c", "11a+c"),
+         ("C", "B, C"), ("C", "(C) or (D)"), ("B", "Because"), ("0", "a + 3z = 0"), ("12:00", "1:00"), ("14", "3*4 + 2"),
+         ("9007199254740993", "9007199254740992.0")]
 
 
 @pytest.mark.parametrize("gold, answer, right", [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG])
@@ -477,6 +487,7 @@ def test_the_verifier_bears_hostile_text():
     texts = ["".join(rng.choices(fragments, k=rng.randrange(30))) for _ in range(3000)]
     texts += [fragment * 20_000 for fragment in (r"\boxed{", "{", "}", "9", r"\frac", "answer is ", "####", " ", "(", r"\text{", "1,000")]
     texts += ["\\boxed{" + fragment * 600 + "}" for fragment in ("9", "(", "1 ", r"\frac1", "{}", "a ", "1,")]
+    texts += ["\\boxed{" + "9" * 1980 + "!}", "\\boxed{" + ",(" * 900 + "}", "\\boxed{" + "1=" * 990 + "}"]
     for text in texts:
         start = time.perf_counter()
         for gold in ("5", r"\frac{1}{2}", text[:50]):
@@ -553,6 +564,24 @@ def test_a_batch_without_signal_is_said_plainly(tiny, tmp_path, capsys):
     assert capsys.readouterr().out.count("nothing to learn from") == 2
     model, before = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "run" / "step-000002", tiny[1]))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
+
+
+def test_commonsense_in_both_public_shapes_runs_end_to_end(tiny, tmp_path, capsys):
+    labels, texts, asked = list("ABC"), ["1", "2", "3"], []
+    shapes = [lambda q, answer: {"question": {"stem": q, "choices": [{"label": label, "text": text} for label, text in
+                                                                      zip(labels, texts)]}, "answerKey": answer},
+              lambda q, answer: {"question": q, "choices": {"label": labels, "text": texts}, "answerKey": answer}]
+    for shape in shapes:
+        data = tmp_path / f"csqa{len(asked)}.jsonl"
+        data.write_text("".join(json.dumps(shape(f"{i}+1=?", labels[i % 3])) + "\n" for i in range(60)))
+        asked.append(gmts.load_problems(str(data)))
+        rows = run_main(*tiny, "--data", data, "--out", tmp_path / f"run{len(asked)}")
+        assert len(rows) == 3 and float(rows[2]["length"]) > 0
+    assert asked[0] == asked[1] and asked[0][4] == ("4+1=?\n(A) 1\n(B) 2\n(C) 3", "B")
+    question, answer = asked[0][4]
+    right = ["\\boxed{B}", "The answer is (B) 2.", "Answer: B", "#### B", "\\boxed{\\text{(B)}}"]
+    assert all(gmts.is_correct(text, answer) for text in right)
+    assert not any(gmts.is_correct(text, answer) for text in ("\\boxed{A}", "B or C, the answer is C", "B"))
 
 
 def test_the_demo_learns_and_shuffled_rewards_do_not(tmp_path):
@@ -680,8 +709,8 @@ def test_flags_override_the_defaults_of_the_demo():
 
 def test_a_bare_name_gets_its_organisation(monkeypatch):
     asked = []
-    monkeypatch.setattr(gmts.AutoModelForCausalLM, "from_pretrained", lambda name, **_: asked.append(name))
-    monkeypatch.setattr(gmts.AutoTokenizer, "from_pretrained", lambda name: None)
+    monkeypatch.setattr(gmts.AutoModelForCausalLM, "from_pretrained", lambda name, **_: asked.append(name) or torch.nn.Linear(1, 1))
+    monkeypatch.setattr(gmts.AutoTokenizer, "from_pretrained", lambda name: gmts.argparse.Namespace(pad_token="p"))
     for name in ("Qwen2.5-0.5B", "SmolLM2-135M", "my/own", "Llama-3.2-1B"):
         gmts.load_model(name, "float32")
     assert asked == ["Qwen/Qwen2.5-0.5B", "HuggingFaceTB/SmolLM2-135M", "my/own", "meta-llama/Llama-3.2-1B"]
@@ -887,7 +916,7 @@ def test_bad_flags_end_in_one_line(tiny, tmp_path, capsys, flags, words):
 
 
 @pytest.mark.parametrize("content, words", [
-    ("", "empty"),
+    ("", "too few"),
     ('{"question": "1+1=", "answer": 2}\n{"question": "1+1="}\n', "line 2: no answer"),
     ('{"answer": 2}\n', "line 1: no question"),
     ('{"question": "q", "answer": 2}\n\n{"question"\n', "line 3"),
@@ -930,7 +959,7 @@ def test_bad_models_end_in_one_line(tiny, tmp_path, capsys, tokenizer, monkeypat
     endless = tiny_model(eos_token_id=None)
     endless.generation_config.eos_token_id = None
     silent = transformers.PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer))
-    monkeypatch.setattr(gmts, "load_model", lambda *_: (endless, silent))
+    monkeypatch.setattr(gmts, "load_model", lambda *_, **__: (endless, silent))
     assert "no end token" in fails(capsys, *tiny, "--out", tmp_path / "b")
 
 
@@ -990,6 +1019,8 @@ KINDS = {
     "gemma 2": (transformers.Gemma2Config, dict(sliding_window=6, final_logit_softcapping=5.0, attn_logit_softcapping=20.0,
                                                 query_pre_attn_scalar=8)),
     "gemma 3": (transformers.Gemma3TextConfig, dict(sliding_window=6, query_pre_attn_scalar=8)),
+    "cohere": (transformers.CohereConfig, dict(logit_scale=0.25)),
+    "granite": (transformers.GraniteConfig, dict(logits_scaling=3.0)),
 }
 
 
@@ -1053,6 +1084,17 @@ def oracle_loss(logits, tokens, mask, advantages, informative, fraction=0.2, tem
     kept = torch.tensor(keep).view_as(mask).nonzero().tolist()
     logprob = policy.log_prob(tokens)
     return sum([-advantages[n] * logprob[n, t] for n, t in kept]) / max(1, len(kept)), kept
+
+
+def test_arithmetic_recipe(tmp_path, monkeypatch):
+    names = recipe("arithmetic.py")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(names["BLOCK"], "arithmetic.py", "exec"), {"__name__": "__main__"})
+    train, test = (gmts.load_problems(f"arithmetic-{name}.jsonl") for name in ("train", "test"))
+    assert len(train) == 2700 and len(test) == 300 and not set(train) & set(test)
+    assert train[:2] == [("What is 98 - 6?", "92"), ("What is 52 - 62?", "-10")]
+    assert names["score"]("98 - 6 = 92.", "92") == 1 == names["score"]("It is 1,200", "1200")
+    assert names["score"]("92 is 98 - 6", "92") == 0 == names["score"]("", "92") == names["score"]("twelve", "12")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -1340,12 +1382,12 @@ def bench_step(side, name, folder, repeats, samples=8, longer=1, fraction=0.2):
     folder, prompts, length = bench_setting(name, folder)
     length, tokenizer = length * longer, gmts.PreTrainedTokenizerFast.from_pretrained(folder)
     counter, times, marks = iter(range(10**9)), [], []
-    if side == "gmts":
+    if side != "trl":                                # "half": every other group has equal rewards
         model = gmts.load_model(folder, "float32")[0]
         run = make_run(model.eval(), tokenizer, prompts=8, samples=samples, max_tokens=length, fraction=fraction,
                        micro_tokens=2048, lr=1e-6)
         run.problems, run.step, run.ends = [(prompt, "") for prompt in prompts], 0, {-1}
-        run.reward = lambda completion, answer: next(counter) % 3
+        run.reward = lambda completion, answer: (n := next(counter)) % 3 * (side == "gmts" or n // samples % 2)
         run.tokenize = gmts.functools.partial(tokenizer, add_special_tokens=False)
         learn = gmts.learn
         gmts.learn = lambda *args: (marks.append(time.perf_counter()), learn(*args))[1]
@@ -1376,7 +1418,7 @@ def bench_step(side, name, folder, repeats, samples=8, longer=1, fraction=0.2):
         trainer.add_callback(Watch())
         trainer.train()
     times = np.array(times[1:])
-    parameters = sum(p.numel() for p in (run.model if side == "gmts" else trainer.model).parameters())
+    parameters = sum(p.numel() for p in (run.model if side != "trl" else trainer.model).parameters())
     peak = gmts.resource.getrusage(gmts.resource.RUSAGE_SELF).ru_maxrss * 1024
     return dict(step=np.median(times[:, 2] - times[:, 0]), update=np.median(times[:, 2] - times[:, 1]),
                 sampling=np.median(times[:, 1] - times[:, 0]), memory=(peak - 16 * parameters) / 1e9)
@@ -1438,15 +1480,17 @@ def test_bench(name):
         pytest.skip("GMTS_BENCH_MODEL is not set")
     pytest.importorskip("trl")
     bench_setting(name, folder)
-    results, rounds = {"gmts": [], "trl": []}, int(os.environ["GMTS_BENCH"])
+    results, rounds = {"gmts": [], "half": [], "trl": []}, int(os.environ["GMTS_BENCH"])
     for _ in range(rounds):
         for kind in ("bench_step", "bench_sampling"):
             for side, found in results.items():
-                found.append(in_a_process(kind, side, name, folder, 1))
+                if (kind, side) != ("bench_sampling", "half"):
+                    found.append(in_a_process(kind, side, name, folder, 1))
     print(f"\n{name}, {torch.get_num_threads()} threads, torch {torch.__version__}: medians (and range) of {rounds} processes each")
-    for key, unit in [("step", "s"), ("update", "s"), ("sampling", "s"), ("geometric", "s"), ("memory", "GB")]:
-        ours, trl = ([row[key] for row in results[side] if key in row] for side in results)
-        print(f"{key:10} gmts {np.median(ours):7.2f} {unit} ({min(ours):.2f}-{max(ours):.2f})   trl/generate {np.median(trl):7.2f} "
+    for side, key, unit in [("gmts", "step", "s"), ("gmts", "update", "s"), ("gmts", "sampling", "s"), ("gmts", "geometric", "s"),
+                            ("gmts", "memory", "GB"), ("half", "step", "s"), ("half", "update", "s")]:
+        ours, trl = ([row[key] for row in results[who] if key in row] for who in (side, "trl"))
+        print(f"{key:10} {side} {np.median(ours):7.2f} {unit} ({min(ours):.2f}-{max(ours):.2f})   trl/generate {np.median(trl):7.2f} "
               f"{unit} ({min(trl):.2f}-{max(trl):.2f})   ratio {np.median(ours) / np.median(trl):.2f}")
 
 
@@ -1461,3 +1505,29 @@ def test_bench_growth():
         bench_setting(name, folder)
         rows = [in_a_process("bench_step", "gmts", name, folder, 1, *changes) for _ in range(int(os.environ["GMTS_BENCH"]))]
         print(f"\n{label:26}", *(f"{key} {np.median([row[key] for row in rows]):6.2f}" for key in rows[0]), end="")
+
+
+@bench
+def test_bench_overlap(tmp_path, monkeypatch):
+    """Where the selectors differ: what they keep of one rollout of the demo, and of GMTS_BENCH_MODEL on the README's arithmetic."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(recipe("arithmetic.py")["BLOCK"], "arithmetic.py", "exec"), {"__name__": "__main__"})
+    (tmp_path / "arithmetic.py").write_text(recipe("arithmetic.py")["BLOCK"])
+    settings = {"demo": ([], 256)}
+    if folder := os.environ.get("GMTS_BENCH_MODEL"):
+        settings[folder] = (["--model", folder, "--data", "arithmetic-train.jsonl", "--prompt", "{question} Answer with the number only.",
+                             "--reward", "arithmetic.py:score", "--temperature", "0.6", "--max-tokens", "40"], 64)
+    for name, (flags, prompts) in settings.items():
+        run = gmts.prepare(gmts.parse([*flags, "--out", str(tmp_path / "run" / str(prompts))]))
+        batch, rewards = gmts.rollout(run, run.problems[:prompts], 8, run.config.temperature)
+        weight = batch.advantages[:, None].expand_as(batch.mask)
+        ranked = batch.mask & (weight != 0)
+        print(f"\n{os.path.basename(name)}: {ranked.sum()} tokens, {(ranked & (weight > 0)).sum() / ranked.sum():.1%} in right answers; "
+              f"|A| {weight[ranked].abs().mean():.2f} +- {weight[ranked].abs().std():.2f}, H {batch.stats[1][ranked].mean():.3f} +- "
+              f"{batch.stats[1][ranked].std():.3f}")
+        for fraction in (0.2, 0.05):
+            kept = {score: gmts.select_top(gmts.token_scores(score, *batch.stats[1:], weight), ranked, fraction)
+                    for score in ("gmts", "entropy", "exact", "random")}
+            for score, keep in kept.items():
+                print(f"fraction {fraction} {score:8} shared with gmts {(keep & kept['gmts']).sum() / keep.sum():.1%}, in right answers "
+                      f"{(keep & (weight > 0)).sum() / keep.sum():.1%}, mean |A| {weight[keep].abs().mean():.2f}")
