@@ -69,7 +69,7 @@ class Config:
     eval_samples: int = flag(1, "answers to each: 1 is greedy, K gives mean accuracy and pass@K", 1)
     save_every: int = flag(20, "steps between checkpoints", 1)
     seed: int = flag(0, "of everything random", 0)
-    out: str = flag("", "folder of the run; if empty, runs/MODEL-SELECT-seedSEED-TIME")
+    out: str = flag("", "folder of the run; if empty, runs/MODEL-SELECT-SEED-TIME")
     audit: int = flag(0, "instead of training, hold the scores of so many tokens against true gradients", 0)
     show: bool = flag(False, "after each evaluation print two sampled answers with their kept tokens marked")
     resume: bool = flag(False, "go on from the last checkpoint in --out, with that run's settings")
@@ -291,12 +291,13 @@ def extract_answer(text):
 REWRITES = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<=\d) ?(?:\{ ?, ?\}|,?\\!|\\,) ?(?=\d{3})|(?<=\d)[, ](?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),
     (r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "), (r"\\approx.*", ""),     # \text{ cm} -> cm
-    (r"\\[dtc]?frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r" \1/\2"), (r"\\in\b", "="),     # \frac12 -> 1/2
-    (r"\\(?:left|right|angle|q?quad|[,!;:()\[\]$ ])|[$~]|\*\*", " "), (r"[−–]", "-"),
+    (r"\\(?:left|right)(?![a-z])|\\(?=[()\[\]])", ""), (r"\\[dtc]frac", r"\\frac"),
+    (r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r" \1/\2"), (r"\\in\b", "="),     # \frac12 -> 1/2
+    (r"\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*", " "), (r"[−–]", "-"),
     (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%|\b(?:pct|percentage)\b", " percent"),
-    (r";|\\cup|,? *\b(?:and|or)\b", ","), (r"[{}\\]", ""), (r"\s+", " "),
+    (r";|\\cup|,? *\b(?:and|or)\b", ","), (r"(?<=[\d)}]) *\\(?=[a-z])", "*"), (r"[{}\\]", ""), (r"\s+", " "),
     (r"(?<![\w)])(?:[a-zA-Z](?:_\w+|\([a-z]\))?|\([a-z](?:, ?[a-z])*\)|[A-Z|][A-Z|:_\d]*) *= *", ""),
-    (r"\( ?([\w./-]+) ?\)", r"\1"), (r" ?([,()\[\]]) ?|[.,]?\s*$|^ ", r"\1"))]      # x = (5) -> 5
+    (r" *([-+,()\[\]/=]) *|[., ]*$|^ ", r"\1"), (r"(?<![^,])\((-?[\w./]+)\)(?![^,])", r"\1"))]    # (5) -> 5
 RESULT = re.compile(r"^[^a-z]*= ?(?=[^a-z=]*$)| ?= ?[a-z]$")         # 10^3 = 1000 is 1000, and so is 1000 = x
 CHOICE = re.compile(r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$")  # (B) 19
 COMMA = re.compile(r",(?![^(\[]*[)\]])")             # one outside all brackets
