@@ -786,6 +786,25 @@ def test_a_signal_saves_the_last_whole_step(tiny, tmp_path, sent):
     AutoModelForCausalLM.from_pretrained(saved)
 
 
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_signal_in_an_evaluation_loses_nothing(tiny, tmp_path, capsys, monkeypatch, moment):
+    """Before the first step, in the middle, after the last: the row waits for its accuracy until the resume."""
+    flags, evaluate, calls = [*tiny, "--eval-every", 1], gmts.evaluate, []
+    whole = run_main(*flags, "--out", tmp_path / "whole")
+
+    def interrupted(run):
+        calls.append(run.step)
+        if len(calls) == moment:
+            raise KeyboardInterrupt
+        return evaluate(run)
+    monkeypatch.setattr(gmts, "evaluate", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        gmts.main([str(flag) for flag in (*flags, "--out", tmp_path / "cut")])
+    assert stop.value.code == 130 and "--resume goes on" in capsys.readouterr().err
+    assert without_times(run_main("--resume", "--out", tmp_path / "cut")) == without_times(whole)
+    assert calls == list(range(moment)) + list(range(moment - 1, 3))
+
+
 def test_a_kill_at_any_moment_of_saving_leaves_a_whole_checkpoint(tiny, tmp_path, monkeypatch):
     """Fails, in turn, every call that saving makes, as a kill would, and looks for a whole checkpoint each time."""
     run = gmts.prepare(gmts.parse([str(f) for f in [*tiny, "--out", tmp_path / "run"]]))
