@@ -505,7 +505,7 @@ def learn(run, batch):
         chosen = select_top(ranked, torch.ones_like(ranked).bool(), share)                  # of all processes
         mine = chosen.split([len(part) for part in everyone])[run.rank].to(mask.device)     # (n,)
         keep = mask.masked_scatter(mask, mine)                                              # (N, T)
-        run.shown = batch, keep, scores * mask
+        if config.show: run.shown = batch, keep, scores * mask
         clipped = (policy_weight(stats[0], old, advantages, *clip) == 0) & (advantages != 0) & mask
         sums += torch.tensor([0, keep.sum(), stats[1][keep].sum(), mask.sum(), clipped.sum()])
         if chosen.any():
@@ -656,7 +656,7 @@ def audit(run):
     for place in zip(row, column):
         keep = torch.zeros_like(batch.mask).index_put_(place, batch.mask.new_ones(()))      # (N, T)
         policy_gradient(run.model, batch, keep, 1, config, batch.stats[0])
-        true.append(torch.nn.utils.clip_grad_norm_(masters, math.inf))
+        true.append(torch.nn.utils.get_total_norm([w.grad for w in masters if w.grad is not None]))
         run.optimizer.zero_grad()
     true, weight = torch.stack(true), batch.advantages[row]                                 # (n,), (n,)
     def ranks(x):                                    # equal values share the mean of their ranks
@@ -690,7 +690,7 @@ def train(config):
             run.csv.writerow(row := run.rows[-1])
             note = ["(equal rewards in every group: nothing to learn from)"] * (row.get("informative") == 0)
             print(*(f"{k} {row[k]:{form}}" for k, form in COLUMNS.items() if k in row), *note, flush=True)
-            if config.show and due and "shown" in run: show(run)
+            if due and "shown" in run: show(run)
             if run.step and run.step % config.save_every == 0: save_checkpoint(run)
             if len(run.rows) > 10 and all(row["skipped"] == config.updates for row in run.rows[-10:]):
                 raise BadInput("loss or gradient not finite in 10 steps: lower --lr or use --dtype float32")

@@ -567,7 +567,7 @@ def test_a_batch_without_signal_is_said_plainly(tiny, tmp_path, capsys):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
 
 
-def test_commonsense_in_both_public_shapes_runs_end_to_end(tiny, tmp_path, capsys):
+def test_commonsense_in_both_public_shapes_runs_end_to_end(tiny, tmp_path):
     labels, texts, asked = list("ABC"), ["1", "2", "3"], []
     shapes = [lambda q, answer: {"question": {"stem": q, "choices": [{"label": label, "text": text} for label, text in
                                                                       zip(labels, texts)]}, "answerKey": answer},
@@ -625,14 +625,14 @@ def test_audit_prints_what_single_tokens_do(tokenizer, capsys, monkeypatch):
     title, header, *lines = capsys.readouterr().out.strip().split("\n")
     printed = {name: [float(x) for x in figures] for name, *figures in map(str.split, lines)}
     table, batch = [], audited[0][0]
+    every = full_logits(model, batch)
     for _, keep in audited:
         (row, column), = keep.nonzero().tolist()
-        prompt = batch.prompt_ids[batch.owner[row]][batch.prompt_mask[batch.owner[row]].bool()]
-        logits = model(input_ids=torch.cat([prompt, batch.tokens[row, :column + 1]])[None]).logits[0, -2]
+        logits = every[row, column]
         policy, A = Categorical(logits=logits / 0.8), batch.advantages[row]
         logprob = policy.log_prob(batch.tokens[row, column])
         whole = torch.autograd.grad(A * logprob, list(model.parameters()), retain_graph=True, allow_unused=True)
-        last, = torch.autograd.grad(A * logprob, logits)
+        last, = torch.autograd.grad(A * logprob, logits, retain_graph=True)
         norm = sum(g.square().sum() for g in whole if g is not None).sqrt()
         table.append([x.item() for x in (norm, policy.entropy() * A.abs(), policy.entropy(), last.norm(), A.abs())] + [row])
     true, *scores, rows = zip(*table)
@@ -661,9 +661,9 @@ def test_audit_on_the_command_line(tiny, tmp_path, capsys):
 def test_show_marks_the_kept_tokens(tokenizer, capsys, monkeypatch):
     model = tiny_model(scale=3)
     batch = make_batch(model, tokenizer)
-    run = make_run(model, tokenizer)
+    run = make_run(model, tokenizer, show=True)
     gmts.learn(run, batch)
-    _, keep, scores = run.shown
+    _, keep, _ = run.shown
     gmts.show(run)
     right, best, wrong, _ = capsys.readouterr().out.strip().split("\n")
     for line, good in ((right, batch.advantages > 0), (wrong, batch.advantages < 0)):
@@ -1084,12 +1084,12 @@ def test_chat_templates_and_end_tokens(tokenizer):
 
 
 # ---- The README's recipes, each block found by its first line and run as it stands there -----------------------
-def recipe(name):
-    """The code block of README.md whose first line is `# recipe: NAME` -> what it defines."""
+def recipe(name, run_name="recipe"):
+    """Runs the code block of README.md whose first line is `# recipe: NAME` -> what it defines."""
     text = open(os.path.join(HERE, "README.md")).read()
     block, = re.findall(rf"^```python\n(# recipe: {re.escape(name)}\n.*?)^```$", text, re.M | re.S)
     assert max(map(len, block.split("\n"))) <= 110, name
-    names = {"__name__": "recipe", "BLOCK": block}
+    names = {"__name__": run_name, "BLOCK": block}
     exec(compile(block, f"README.md: {name}", "exec"), names)
     return names
 
@@ -1107,9 +1107,8 @@ def oracle_loss(logits, tokens, mask, advantages, informative, fraction=0.2, tem
 
 
 def test_arithmetic_recipe(tmp_path, monkeypatch):
-    names = recipe("arithmetic.py")
     monkeypatch.chdir(tmp_path)
-    exec(compile(names["BLOCK"], "arithmetic.py", "exec"), {"__name__": "__main__"})
+    names = recipe("arithmetic.py", "__main__")
     train, test = (gmts.load_problems(f"arithmetic-{name}.jsonl") for name in ("train", "test"))
     assert len(train) == 2700 and len(test) == 300 and not set(train) & set(test)
     assert train[:2] == [("What is 98 - 6?", "92"), ("What is 52 - 62?", "-10")]
@@ -1294,7 +1293,7 @@ def test_verl_recipe_in_verl():
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
-RIGHT = {
+RIGHT_PROGRAMS = {
     "plain": ADD,
     "fenced": f"Perhaps\n```python\ndef add(a, b): return 0\n```\nNo:\n```python\n{ADD}```\nDone.",
     "cut off behind the code": f"```python\n{ADD}",
@@ -1304,7 +1303,7 @@ RIGHT = {
                f"@dataclasses.dataclass\nclass D:\n    x: 'int' = 0\n{ADD}",
 }
 FRAME = "import sys\ntry:\n    {}\nexcept ValueError:\n    raise SystemExit\n"
-WRONG = {
+WRONG_PROGRAMS = {
     "wrong": "def add(a, b):\n    return a - b",
     "half right": "def add(a, b):\n    return 3",
     "empty": "",
@@ -1355,16 +1354,16 @@ def reward_code():
     return names["score"]
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", RIGHT_PROGRAMS)
 def test_code_reward_of_right_programs(reward_code, name, monkeypatch):
     monkeypatch.setitem(reward_code.__globals__, "SECONDS", 10)                             # the machine may be busy
-    assert reward_code(RIGHT[name], TESTS) == 1.0
+    assert reward_code(RIGHT_PROGRAMS[name], TESTS) == 1.0
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", WRONG_PROGRAMS)
 def test_code_reward_of_wrong_and_hostile_programs(reward_code, name):
     start = time.perf_counter()
-    assert reward_code(WRONG[name], TESTS) == 0.0
+    assert reward_code(WRONG_PROGRAMS[name], TESTS) == 0.0
     assert time.perf_counter() - start < 10
 
 
@@ -1405,7 +1404,7 @@ def bench_step(side, name, folder, repeats, samples=8, longer=1, fraction=0.2):
     counter, times, marks = iter(range(10**9)), [], []
     if side != "trl":                                # "half": every other group has equal rewards
         model = gmts.load_model(folder, "float32")[0]
-        run = make_run(model.eval(), tokenizer, prompts=8, samples=samples, max_tokens=length, fraction=fraction,
+        run = make_run(model, tokenizer, prompts=8, samples=samples, max_tokens=length, fraction=fraction,
                        micro_tokens=2048, lr=1e-6)
         run.problems, run.step, run.ends = [(prompt, "") for prompt in prompts], 0, {-1}
         run.reward = lambda completion, answer: (n := next(counter)) % 3 * (side == "gmts" or n // samples % 2)
@@ -1532,8 +1531,7 @@ def test_bench_growth():
 def test_bench_overlap(tmp_path, monkeypatch):
     """Where the selectors differ: what they keep of one rollout of the demo, and of GMTS_BENCH_MODEL on the README's arithmetic."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(recipe("arithmetic.py")["BLOCK"], "arithmetic.py", "exec"), {"__name__": "__main__"})
-    (tmp_path / "arithmetic.py").write_text(recipe("arithmetic.py")["BLOCK"])
+    (tmp_path / "arithmetic.py").write_text(recipe("arithmetic.py", "__main__")["BLOCK"])
     settings = {"demo": ([], 256)}
     if folder := os.environ.get("GMTS_BENCH_MODEL"):
         settings[folder] = (["--model", folder, "--data", "arithmetic-train.jsonl", "--prompt", "{question} Answer with the number only.",
