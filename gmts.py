@@ -4,20 +4,18 @@
 A language model answers each question several times, a verifier calls each answer right or wrong, and the
 policy gradient makes the tokens of better answers likelier. Most tokens hardly matter: their gradient is near
 zero. Gradient Magnitude-based Token Selection (arXiv 2608.30632) estimates its size for each token,
-
     delta_t = |H_t * omega_t|     H_t: the policy's entropy at t     omega_t: the factor of grad log pi(y_t)
-
 and trains on the 20% with the largest delta. Where this file leaves the paper: groups without signal (answers
 all equally good) leave the batch before the ranking, for every selector alike; ranking and denominator are of
 the whole batch, as in the paper's text (its code ranks inside each question and divides by all tokens);
 `exact` puts the true norm of the logits' gradient in the place of H; one recipe for all, lr 1e-6 and no KL.
 Shapes: P prompts, G answers to each, N = P*G, L prompt and T answer tokens, V vocabulary, D width, K chosen.
 """
-import argparse, contextlib, csv, functools, glob, hashlib, inspect, json, math, os, random, re
+import argparse, ast, contextlib, csv, functools, glob, hashlib, inspect, json, math, operator, os, random, re
 import resource, runpy, shutil, signal, sys, time
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
-
+import mpmath
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,44 +26,41 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, set_seed
 
 class BadInput(ValueError): """Something that the user can mend: one line on stderr and exit status 2."""
-
 @contextlib.contextmanager
 def explain(what):
     """Whatever fails inside is for the user to mend; `what` says where."""
     try: yield
     except Exception as error: raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
-
 # ---- Configuration: the only source of settings. Each field is a flag; the demo has defaults of its own ----
 SELECTORS = ("gmts", "entropy", "exact", "random", "all")
-def flag(default, help, low=None, choices=None):
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
-
+def flag(default, help, low=None, choices=None, **demo):
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices, **demo})
 @dataclass
 class Config:
     model: str = flag("demo", "hub name, local folder, or demo: a 242k-parameter adder made on the spot")
-    data: str = flag("gsm8k", "gsm8k, math, demo, or a .jsonl or .json file of questions with answers")
+    data: str = flag("gsm8k", "gsm8k, math, demo, or a .jsonl or .json file with answers", demo="demo")
     eval_data: str = flag("", "the same to evaluate on; if empty, its own test set or a held-out tenth")
     prompt: str = flag("{question}\nPlease reason step by step, and put your final answer in \\boxed{}.\n",
-                       "what the model is asked; {question} is put in")
+                       "what the model is asked; {question} is put in", demo="{question}")
     reward: str = flag("", "FILE.py:FUNCTION, f(completion, answer) -> number; if empty, the verifier")
     select: str = flag("gmts", "what ranks the tokens", choices=SELECTORS)
     fraction: float = flag(0.2, "share of the tokens to train on", 0)
     prompts: int = flag(32, "questions a step (P), at least one a process", int(os.getenv("WORLD_SIZE", "1")))
-    samples: int = flag(16, "answers to each question (G)", 2)
-    max_tokens: int = flag(512, "longest answer in tokens (T)", 1)
+    samples: int = flag(16, "answers to each question (G)", 2, demo=8)
+    max_tokens: int = flag(512, "longest answer in tokens (T)", 1, demo=34)
     temperature: float = flag(1.0, "of sampling, and of evaluation with several samples", 1e-6)
-    lr: float = flag(1e-6, "learning rate of AdamW", 0)
-    lr_end: float = flag(1.0, "share of it that is left in the last step, after a linear decay", 0)
-    warmup: int = flag(10, "steps of linear warm-up", 0)
-    steps: int = flag(200, "rollouts to train on", 0)
+    lr: float = flag(1e-6, "learning rate of AdamW", 0, demo=3e-4)
+    lr_end: float = flag(1.0, "share of it that is left in the last step, after a linear decay", 0, demo=0.1)
+    warmup: int = flag(10, "steps of linear warm-up", 0, demo=5)
+    steps: int = flag(200, "rollouts to train on", 0, demo=300)
     updates: int = flag(1, "optimizer steps a rollout, each on a part of its groups", 1)
     beta: float = flag(0.0, "weight of the KL term against the initial model", 0)
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - this", 0)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + this", 0)
     micro_tokens: int = flag(8192, "tokens in one forward and backward pass; lower it if memory runs out", 1)
     grad_clip: float = flag(1.0, "largest gradient norm; inf: no limit", 1e-9)
-    eval_every: int = flag(20, "steps between evaluations; 0: only before and after", 0)
-    eval_size: int = flag(500, "questions to evaluate on", 1)
+    eval_every: int = flag(20, "steps between evaluations; 0: only before and after", 0, demo=60)
+    eval_size: int = flag(500, "questions to evaluate on", 1, demo=1000)
     eval_samples: int = flag(1, "answers to each: 1 is greedy, K gives mean accuracy and pass@K", 1)
     save_every: int = flag(20, "steps between checkpoints", 1)
     seed: int = flag(0, "of everything random", 0)
@@ -75,10 +70,6 @@ class Config:
     resume: bool = flag(False, "go on from the last checkpoint in --out, with that run's settings")
     device: str = flag("auto", "cpu, cuda, ...; auto takes a GPU where there is one")
     dtype: str = flag("auto", "weights; auto: bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
-
-DEMO = dict(data="demo", prompt="{question}", samples=8, max_tokens=34, lr=3e-4, lr_end=0.1, warmup=5,
-            steps=300, eval_size=1000, eval_every=60)
-
 # ---- Sampling: our own short loop, whose logits give every token's statistics for free ---------------------
 def in_chunks(function, vocabulary, *tensors, least=128):
     """`function` of a few rows at a time, its results joined along the last axis: memory does not grow."""
@@ -99,7 +90,6 @@ def token_stats(logits, tokens, temperature=1.0):
         return torch.stack([logp.gather(-1, y)[:, 0], entropy, norm])                       # (3, rows)
     stats = in_chunks(of_rows, logits.shape[-1], logits.flatten(0, -2), tokens.flatten(), least=1)  # (3, all)
     return stats.view(3, *tokens.shape).unbind()
-
 def draw(logits, temperature):
     """A token for each row of logits (n, V) by the inverse CDF -> (n,); temperature 0 takes the likeliest."""
     def of_rows(logits):
@@ -107,7 +97,6 @@ def draw(logits, temperature):
         point = torch.rand_like(cdf[:, :1]).clamp_max(1 - 1e-6) * cdf[:, -1:]               # (rows, 1)
         return torch.searchsorted(cdf, point, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
     return in_chunks(of_rows, logits.shape[-1], logits, least=1) if temperature > 0 else logits.argmax(dim=-1)
-
 def forward(module, ids, mask, positions, cache=None, **more):
     """A pass of a transformers model -> output, key/value cache (once called past_key_values)."""
     name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -143,7 +132,6 @@ def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temper
         output, cache = forward(model, token[:, None], seen[:, :width + t + 1], positions + t + 1, cache)
         logits = output.logits[:, -1]                                                       # (n, V)
     return tokens[:, :t + 1], mask[:, :t + 1], *(stats * mask)[:, :, :t + 1]
-
 # ---- The algorithm, from rewards to the gradient. Down to policy_loss it is pure: tensors in, tensors out --
 def group_advantages(rewards):
     """How much better an answer is than its group: rewards (P, G), finite -> advantages (P, G), float32.
@@ -154,8 +142,7 @@ def group_advantages(rewards):
     equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)                            # (P, 1)
     return torch.where(equal, 0.0, (rewards - rewards.mean(dim=1, keepdim=True)) / scale)   # (P, G)
 
-def policy_weight(logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.28, ref_logprobs=None,
-                  beta=0.0):
+def policy_weight(logprobs, old_logprobs, advantages, clip_low=.2, clip_high=.28, ref_logprobs=None, beta=0.):
     """The factor of grad log pi(y_t) in the objective, not detached: (N, T) tensors, or A (N, 1) -> (N, T).
         omega = r * 1[not clipped] * A + beta * (pi_ref / pi - 1)     r = pi / pi_old     pi_ref: if beta > 0
     clipped: r > 1 + clip_high where A > 0, r < 1 - clip_low where A < 0 (PPO's rule with DAPO's bounds)."""
@@ -192,9 +179,7 @@ def policy_loss(logprobs, old_logprobs, advantages, denominator, clip_low, clip_
     Tensors of one shape, no padding -> scalar, its gradient -sum(policy_weight d logprobs) / denominator."""
     ratio = (logprobs - old_logprobs).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if beta != 0:
-        gap = ref_logprobs - logprobs
-        objective = objective - beta * (gap.exp() - gap - 1)
+    if beta != 0: objective = objective - beta * ((d := ref_logprobs - logprobs).exp() - d - 1)
     return -objective.sum() / denominator
 
 @dataclass
@@ -209,8 +194,7 @@ class Batch:
     stats: torch.Tensor             # (3, N, T) logprobs, entropy, grad_norm under the policy that sampled
 
 def micro_batches(batch, lengths, budget):
-    """Packs answers of lengths (N,) by tokens, padding and prompts included -> lists of rows; 0 stays out.
-    Groups of short answers come first; a group's answers stay neighbours, since they share their prompt."""
+    """Packs answers of lengths (N,) by tokens, prompts included -> lists of rows; a group stays together."""
     lengths, owner, packs, groups = lengths.tolist(), batch.owner.tolist(), [], set()
     longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
     for length, group, row in sorted((longest[g], g, i) for i, g in enumerate(owner) if lengths[i]):
@@ -219,12 +203,10 @@ def micro_batches(batch, lengths, budget):
             packs, groups = packs + [[]], {group}
         packs[-1].append(row)
     return packs
-
 def masked_states(model, batch, mask, budget):
-    """The states that predict the tokens in `mask` (N, T), a micro-batch at a time: yields the tokens' place,
-    (row (K,), column (K,)), and states (K, D). Answers without such a token stay out, others end at the last.
-    A prompt is computed once for its answers, in the backward pass too: an index spreads its keys and values
-    over them, and the gradient of an index is a sum."""
+    """Yields for each micro-batch the place of its tokens in `mask` (N, T), (row (K,), column (K,)), and the
+    states (K, D) that predict them. Answers without such a token stay out, others end at the last. A prompt
+    is computed once for its answers, in the backward pass too: the gradient of an index is a sum."""
     lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)   # (N,)
     for pack in micro_batches(batch, lengths, budget):
         rows, length = torch.tensor(pack, device=mask.device), int(lengths[pack].max())     # (n,)
@@ -250,7 +232,6 @@ def head(model, hidden):
     scale, cap = get("logit_scale", 1) / get("logits_scaling", 1), get("final_logit_softcapping", 0)
     logits = logits if scale == 1 else logits * scale                                       # Cohere, Granite
     return cap * torch.tanh(logits / cap) if cap else logits                                # Gemma 2 caps
-
 @torch.no_grad()
 def score_tokens(model, batch, mask, config):
     """logprobs, entropy, grad_norm of the tokens in `mask` (N, T) under `model` as it is now -> (3, N, T)."""
@@ -259,7 +240,6 @@ def score_tokens(model, batch, mask, config):
     for (row, column), hidden in masked_states(model, batch, mask, config.micro_tokens):
         stats[:, row, column] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[row, column])
     return stats
-
 def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
     """Adds the gradient of policy_loss over the tokens in `keep` (N, T) to the parameters -> the loss.
     Logits exist for some tokens at a time and are computed again by the backward pass: never an (N, T, V)."""
@@ -273,70 +253,123 @@ def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
         loss.backward()
         total += loss.detach()
     return total
-
-# ---- The verifier: numbers by value, lists entry by entry, all else as tidied text; nothing is ever executed
+# ---- The verifier: expressions by value, lists entry by entry, all else as tidied text; nothing is executed
+# 1,234 · 2\frac34 · 5\% · 1.5 \times 10^3 · 1101_2 · 5! · \sqrt[3]{5} · \log_2 8 · \sin^2 x · |x| · f(x) = 2x
+# 12\text{ cm} · \$4.50 · 60^\circ · (B) 19 · x \ge 5 · (1, 2) · [0, \infty) · \{1, 2\} · 1 \pm 2 · matrices
 def extract_answer(text):
     """The last balanced box, else what follows the last ####, "answer is" or "Answer:", else None."""
-    text = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
-    opened, box = [], None
+    text, opened, box = text.rpartition("</think>")[2], [], None
     for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]", text):               # one pass, linear
         if brace[0] != "}": opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{": box = text[start.end():brace.start()]
-    for marker in (r"####:?", r"(?i)answer(?: is|:)"):
+    for marker in (r"\\boxed +(?=\d)", r"####:?", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
         if box is None and len(parts := re.split(marker, text)) > 1:
             box = re.split(r"[.!?](?:\s|$)|\n", parts[-1].strip(" :*\n"), maxsplit=1)[0]
             box = re.sub(r"^The [^=]* is ", "", box)                                    # The largest n is 34
     return (box or "").strip(" *`$\n") or None
-
-REWRITES = [(re.compile(pattern), new) for pattern, new in (
-    (r"(?<=\d) ?(?:\{ ?, ?\}|,?\\!|\\,) ?(?=\d{3})|(?<=\d)[, ](?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),
-    (r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "), (r"\\approx.*", ""),     # \text{ cm} -> cm
-    (r"\\(?:left|right)(?![a-z])|\\(?=[()\[\]])", ""), (r"\\[dtc]frac", r"\\frac"),
-    (r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r" \1/\2"), (r"\\in\b", "="),     # \frac12 -> 1/2
-    (r"\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*", " "), (r"[−–]", "-"),
-    (r"\^\s*\{?\s*\\circ\s*\}?|°", " degrees"), (r"\\?%|\b(?:pct|percentage)\b", " percent"),
-    (r";|\\cup|,? *\b(?:and|or)\b", ","), (r"(?<=[\d)}]) *\\(?=[a-z])", "*"), (r"[{}\\]", ""), (r"\s+", " "),
-    (r"(?<![\w)])(?:[a-zA-Z](?:_\w+|\([a-z]\))?|\([a-z](?:, ?[a-z])*\)|[A-Z|][A-Z|:_\d]*) *= *", ""),
-    (r" *([-+,()\[\]/=]) *|[., ]*$|^ ", r"\1"), (r"(?<![^,])\((-?[\w./]+)\)(?![^,])", r"\1"))]    # (5) -> 5
-RESULT = re.compile(r"^[^a-z]*= ?(?=[^a-z=]*$)| ?= ?[a-z]$")         # 10^3 = 1000 is 1000, and so is 1000 = x
-CHOICE = re.compile(r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$")  # (B) 19
-COMMA = re.compile(r",(?![^(\[]*[)\]])")             # one outside all brackets
-NUMBER = re.compile(r"(?!.*\b(?:not|half|dozen|hundred|thousand|[mb]illion|times|plus|minus)\b)"
-                    r"(-?) ?(?:([0-9]+) (?=[0-9]+/))?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?: ?/ ?([0-9]+))?"
-                    r"((?: |(?=[ckm]m|kg|ft))(?!sqrt|ln|(?:pi|log|sin|cos|tan|[a-ceikn-z])\b)[a-z][a-z ]*)?")
-
+MP = mpmath.MPContext()                              # its own 60 digits: nobody else's precision changes
+MP.dps = 60
+FUNCTIONS = {name: getattr(MP, name) for name in "sin cos tan sec csc cot asin acos atan exp ln sqrt".split()}
+FUNCTIONS |= dict(Add=operator.add, Sub=operator.sub, Mult=operator.mul, Div=operator.truediv, abs=abs,
+                  Pow=operator.pow, UAdd=operator.pos, USub=operator.neg, log=MP.log10, binom=MP.binomial,
+                  frac=operator.truediv, mixed=lambda n, a, b: n + a / b, root=lambda n, z: z ** (1 / n),
+                  squared=lambda z: z * z, factorial=MP.factorial)
+CONSTANTS = dict(pi=+MP.pi, e=+MP.e, i=MP.j)
+NAMED, TRIG = "|".join(FUNCTIONS), "(sin|cos|tan|sec|csc|cot|ln|log)"
+REWRITES = {                                                            # applied in this order
+    r"(?<=\d) ?(?:\{ ?, ?\}|,?\\!|\\,) ?(?=\d{3})|(?<=\d)[, ](?=\d{3}(?!\d))(?![^(\[]*[)\]])": "",   # 1{,}234
+    r"(?<!\\)\\\\(?=[A-Za-z]{2})": r"\\", r"\\[dtc](?=frac)": r"\\",                    # \\dfrac -> \frac
+    r"\\(?:text\w*|mathrm|mathbf|[mh]box)\s*\{([^{}]*)\}(?:\^\{?([23])\}?)?": r" \1\2 ",              # cm^2
+    r"\\(?:left|right)(?![a-z])|(?<!\\)\\[()\[\]]|(?<=[\d})]) ?(?:\\approx|≈).*": "",
+    r"(?<!\\)\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*(?= *$)": " ", r"\\(?:[lr]?vert|mid)": "|", "[−–]": "-",
+    r"(?<!\\)[A-Z][a-z]+": lambda word: word[0].lower(), r"\*\*": "^", " +": " ", "['\"]": "′",
+    r"^[^,]*(?:\\(?:lim|sum|prod|int|bmod)|\{vmatrix)[^,]*=": "",                       # \lim ... = 5 -> 5
+    r"[(\[]?\\begin\{\w+\}(?:\{[lcr| ]*\})?": "[", r"(?:\\\\\s*)?\\end\{\w+\}[)\]]?": "]", r"\\\\": "#",
+    r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b": "°", r"\\?%|\b(?:percent(?:age)?|pct)\b": "%", r"\\in\b": "=",
+    r"\\\$ ?([\d.,]*\d)": r"\1 dollars", r";|\\cup|,? *\b(?:and|or)\b": ",", r"=[^,=]*(?==)": "",
+    r"\\(?:cdot|times)|[×·]": "*", r"\\div|:": "/", r"\\infty|∞": "oo", r"\\pm": "±", "π": "pi ",
+    r"\\leq?(slant)?\b|<=": "≤", r"\\geq?(slant)?\b|>=": "≥", r"\\lt\b": "<", r"\\gt\b": ">", "√": r"\\sqrt",
+    r"\\(frac|binom|sqrt) ?(\d)": r"\\\1{\2}", r"(\\frac\{[^{}]*\}) ?(\d)": r"\1{\2}",               # \frac12
+    r"(?<![\d.^_])(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))": r"\\mixed{\1}{\2\4}{\3\5}",     # 2 3/4
+    r"\\sqrt ?\[([^\[\]]*)\]": r"\\root{\1}", r"\|([^|]+)\|": r"\\abs{\1}", r"_\{(\w+)\}": r"_\1",
+    r"\\log_(\w|\{[^{}]*\})": r"\\frac{1}{\\log{\1}}\\log ", rf"{TRIG} ?\^ ?(?:2|\{{2\}})": r"squared \1",
+    rf"{TRIG} ?((?:\d|[a-z]|\\pi)+)(?![a-z])": r"\1{\2}", r"((?<!\d)\d+|\([^()]*\))!": r"\\factorial{\1}",
+    r"(?<=[\w)}]) *\\(?=[a-z])": "*", r"\\": "", r" ?([-+*^,()\[\]/=<>≤≥&#%°]) ?|(?<![., ])[., ]+$|^ ": r"\1",
+    r"^\{([^{}]*,[^{}]*)\}$|(?<![^,])\((-?[\w./]+)\)(?![^,])": r"\1\2"}                 # \{1, 2\}, (5) -> 5
+UNIT = (rf"(?<=[\d)}}])(?: |(?=[ckm]m|kg|ft|[%°]))(?!{NAMED}|(?:pi|[a-ceikn-z])\b|.*\b(?:not|half|dozen|"
+        r"hundred|over|thousand|[mb]illion|times|plus|minus)\b)([a-z%°][a-z ]*?[23]?)s? *$")
+SUM = r"^(?!.*(?<![a-z])[A-Za-z](?![a-z])).*[\d)}](?:[+*-](?!10\^)|\(| \d)"             # of plain numbers
+NAME = (r"(?:[a-z](?:_\w+)?(?:\([a-z]\))?|[A-Z](?:[A-Z/]|_\w+)*(?:\(\w\))?|\([a-z](?:,[a-z])*\)|"
+        r"(?:abs|frac)[{A-Za-z}]+)")                                    # x_1, f(x), AB/CD, P(A), (x, y), |z|
+SOLVED = (rf"(?:^|(?<=,)){NAME}=|={NAME}$|^(?:[^A-Za-z=,]|{NAMED}|pi|[ei](?![a-z]))*=" # x = 5, 5 = x, 2 + 3 =
+          "(?!.*(?<![A-Za-z])[A-Za-df-hj-z](?![A-Za-z]))")
+CHOICE = r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$"               # (B) 19
 @functools.lru_cache(10_000)
 def tidy(text):
-    for pattern, new in REWRITES: text = pattern.sub(new, text)
-    return text.lower()
+    """One spelling for each symbol, no spaces around it."""
+    for pattern, new in REWRITES.items(): text = re.sub(pattern, new, text)
+    return ",".join(text.replace("±", sign) for sign in "+-") if "±" in text else text
+def value(node, point):
+    """The value of an expression at one of four points for its letters: positive, negative, two complex."""
+    match node:
+        case ast.Constant(text): return MP.mpf(text)
+        case ast.Name(name):
+            a, b = random.Random(name).sample(range(1000, 5000), 2)
+            return CONSTANTS.get(name) or (MP.mpf(a), -MP.mpf(b), MP.mpc(a, b), MP.mpc(-b, a))[point] / 997
+        case ast.BinOp(ast.Name(name), ast.Pow(), x) if name in FUNCTIONS: nodes = [x]              # sin ** x
+        case ast.BinOp(x, op, y): name, nodes = type(op).__name__, [x, y]
+        case ast.UnaryOp(op, x): name, nodes = type(op).__name__, [x]
+        case ast.Call(ast.Name(name), nodes): pass
+        case _: raise ValueError(node)
+    result = FUNCTIONS[name](*(value(x, point) for x in nodes))
+    if result and not 1e-300 < abs(result) < 1e300: raise OverflowError(name)
+    return result
+def fingerprint(text, digits):
+    """What all spellings of an expression share: its values in so many digits; of any other text itself."""
+    code = re.sub("(.+)=(.+)", r"\1-(\2)", text).replace("}{", ",").translate(str.maketrans("{}", "()"))
+    tokens = re.findall(rf"^[a-z]{{3,}}$|{NAMED}|pi|[A-Za-z]_\w+|\d+_\w+|[\d.]+|\S", code)
+    code = re.sub(rf"\b({NAMED}) (\()?", lambda m: m[1] + (m[2] or "**"), " ".join(tokens).replace("^", "**"))
+    code = re.sub(r"(?<![\w.])([\d.]+)", r"'\1'", code).replace("' '", "?")             # 1 2 is no number
+    code = re.sub(r"(?<=[\w')]) (?=[\w'(])", "*", code)                                 # 2 x
+    try:
+        tree = ast.parse(code, mode="eval").body
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*FUNCTIONS, *CONSTANTS}
+        values = [value(tree, point) for point in range(4)] if names else [value(tree, 0)] * 4
+        if "=" in text: values = [x / (values[0] - values[1]) for x in values]        # equal but for a factor
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SyntaxError, MemoryError):
+        return text
+    parts = ((part, abs(x)) for x in map(MP.mpc, values) for part in (x.real, x.imag))
+    return " ".join(MP.nstr(part if abs(part) > size * 1e-40 else 0, digits) for part, size in parts)
 
-@functools.lru_cache(10_000)
-def normalise(text):
-    """-> the value, a Fraction, or None for what is no number; the unit or the text; was it a decimal?"""
-    number = NUMBER.fullmatch(text := RESULT.sub("", text))
-    if number is None or number[4] and int(number[4]) == 0: return None, text.replace(" ", ""), False
-    value = Fraction(number[3]) / int(number[4] or 1) + int(number[2] or 0)
-    return (-value if number[1] else value), (number[5] or "").strip().rstrip("s"), "." in number[3]
-
+def interval(text):
+    """x>=5 and 5<=x as [5,oo), 0<x<=1 as (0,1]; any other text as it is."""
+    text = "".join(re.split("([>≥])", text)[::-1]).translate(str.maketrans(">≥", "<≤"))
+    m = set(text) & set("<≤") and re.fullmatch(rf"(?:([^<≤]+)([<≤]))?{NAME}(?:([<≤])([^<≤]+))?", text)
+    return f"{'(['[m[2] == '≤']}{m[1] or '-oo'},{m[4] or 'oo'}{')]'[m[3] == '≤']}" if m else text
 def answers_match(answer, gold):
-    """Is `answer` the same as `gold`? Two different units are not; one alone does not matter."""
-    if max(len(answer), len(gold)) > 2000: return False
-    if re.fullmatch("[A-Z]", gold): answer = CHOICE.sub(r"\1", answer)
-    answer, gold = tidy(answer), tidy(gold)
-    if "," in answer and "," in gold:                # entry by entry; within brackets their order counts
-        answer, gold = ("".join(part if part in ",()[]" else str(normalise(part)[:2])
-                                for part in re.split(r"([,()\[\]])", text)) for text in (answer, gold))
-        return sorted(COMMA.split(answer)) == sorted(COMMA.split(gold))
-    (value, text, rounded), (exact, unit, decimal) = normalise(answer), normalise(gold)
-    if value is None or exact is None or text and unit and text != unit: return (value, text) == (exact, unit)
-    tolerance = abs(exact) / 10**6 if rounded and not decimal and exact.denominator > 1 else 0        # 1/3
-    percent = Fraction(100) ** ((unit == "percent") - (text == "percent"))
-    return min(abs(value - exact), abs(value * percent - exact)) <= tolerance
-
+    """Is `answer` the same object as `gold`? Two different units are not; one alone does not matter."""
+    if max(len(answer), len(gold)) > 2000: return answer == gold
+    if answer.isdecimal() and gold.isdecimal(): return int(answer) == int(gold)
+    if re.fullmatch("[A-Z]", gold): answer = re.sub(CHOICE, r"\1", answer)
+    a, g = tidy(answer), tidy(gold)
+    if a.lower() == g.lower() or not g: return bool(g)
+    if max(len(a), len(g)) > 300: return False
+    units = [unit and unit[1] for unit in (re.search(UNIT, text) for text in (a, g))]
+    a, g = (re.sub(UNIT, "", text) for text in (a, g))
+    if ("=" in a) != ("=" in g): a, g = re.sub(SOLVED, "", a), re.sub(SOLVED, "", g)
+    a, g = (",".join(map(interval, text.split(","))) for text in (a, g))
+    if all(units) and units[0] != units[1] or ("," in a) != ("," in g): return False
+    if re.fullmatch(r"-?[\d.]+", g) and re.search(SUM, a): return False     # or boxing the question would pay
+    digits = 30 if ("." in a) == ("." in g) or re.fullmatch(r"-?\d+", g) else 7         # 1.4142136 is sqrt(2)
+    def canonical(text):
+        parts = re.split(r"([,&#()\[\]])", text) if set(text) & set(",&#") else [text]
+        parts[::2] = [fingerprint(part, digits) for part in parts[::2]]
+        return sorted(re.split(r",(?![^(\[]*[)\]])", "".join(parts)))   # a list; in brackets the order counts
+    texts = {a} | {f"({a}){op}100" for op, unit in zip("/*", units) if unit == "%" and not all(units)}
+    return any(canonical(text) == canonical(g) for text in texts)
 def is_correct(completion, gold):
-    """Does the completion give the right answer?"""
+    """The reward: is the completion's answer right?"""
     return (answer := extract_answer(completion)) is not None and answers_match(answer, gold)
-
 # ---- Data: questions and reference answers in the shapes in which people have them -------------------------
 GSM8K = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
 MATH = "https://media.githubusercontent.com/media/openai/prm800k/main/prm800k/math_splits/"
@@ -350,9 +383,8 @@ def read_record(record):
     question = next((record[name] for name in QUESTION_COLUMNS if record.get(name)), "")
     answer = next((record[name] for name in ANSWER_COLUMNS if record.get(name) not in (None, "", [])), "")
     choices = record.get("choices", [])
-    if isinstance(question, dict): question, choices = question["stem"], question["choices"]  # CommonsenseQA,
-    if isinstance(choices, dict):                            # as its authors publish it, and as the hub does
-        choices = [dict(label=label, text=text) for label, text in zip(choices["label"], choices["text"])]
+    if isinstance(question, dict): question, choices = question["stem"], question["choices"]  # CommonsenseQA
+    if isinstance(choices, list): choices = {key: [c[key] for c in choices] for key in ("label", "text")}
     answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     answer = str(answer).strip() if isinstance(answer, (str, int, float)) else ""
     if re.search(r"####|\\(boxed|fbox)", answer): answer = extract_answer(answer) or ""    # a worked solution
@@ -360,11 +392,9 @@ def read_record(record):
         what, columns = ("answer", ANSWER_COLUMNS) if question else ("question", QUESTION_COLUMNS)
         raise BadInput(f"no {what} in any of the columns {', '.join(columns)}")
     question = f"{record.get('Body', '')} {question}".strip()                    # SVAMP has its facts in Body
-    return question + "".join(f"\n({choice['label']}) {choice['text']}" for choice in choices), answer
-
+    return question + "".join(f"\n({a}) {text}" for a, text in zip(choices["label"], choices["text"])), answer
 def load_problems(source):
-    """gsm8k, math (their test sets with -test), demo, or a .jsonl or .json file -> [(question, answer), ...].
-    A name is downloaded once, into torch.hub's cache. BadInput names the line or record that is unusable."""
+    """A name (downloaded once, into torch.hub's cache), demo or a file -> [(question, answer), ...]."""
     if source == "demo": return demo_problems()
     path = os.path.join(torch.hub.get_dir(), "gmts", source + ".jsonl") if source in ADDRESSES else source
     with explain(f"data {ADDRESSES.get(source, source)}"):
@@ -377,7 +407,6 @@ def load_problems(source):
             with explain(f"{'record' if array else 'line'} {number}"):
                 if array or line.strip(): problems.append(read_record(line if array else json.loads(line)))
     return problems
-
 def split_problems(config):
     """-> problems to train on, problems to evaluate on; no question is in both."""
     train, name = load_problems(config.data), config.eval_data or config.data + "-test"
@@ -387,14 +416,12 @@ def split_problems(config):
     train = [problem for problem in train if problem[0] not in asked]
     if not (train and test): raise BadInput(f"data {config.data}: too few questions to train and evaluate on")
     return train, test[:config.eval_size]
-
 # ---- Models: a small adder made on the spot, or whatever transformers loads --------------------------------
 def demo_problems(count=20_000):
     """Questions such as 348+214= with their sums."""
     rng = random.Random(0)
     pairs = dict.fromkeys((rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(count))
     return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
-
 def careless_pupil(question, rng):
     """Adds column by column from the right, 348+214= -> 8+4+0=12 4+1+1=06 3+2+0=05 ####562, but forgets seven
     carries in ten and slips by one in 3% of the columns."""
@@ -405,7 +432,6 @@ def careless_pupil(question, rng):
         columns.append(f"{a}+{b}+{carry}={max(0, int(a) + int(b) + carry + slip):02d}")
         carry, digits = int(columns[-1][-2]), columns[-1][-1] + digits
     return " ".join(columns) + f" ####{carry or ''}{digits}"
-
 def demo_model(problems, steps=600):
     """A Qwen2 of 242k parameters that has watched a careless pupil add for 40 s -> model, tokenizer."""
     symbols = {s: i for i, s in enumerate(["<end>", "<unknown>", "####", *"0123456789+= "])}
@@ -429,7 +455,6 @@ def demo_model(problems, steps=600):
     return model, tokenizer
 
 ORGANISATIONS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google"}
-
 def load_model(name, dtype, device="cpu", problems=(), seed=0):
     """A local folder, a hub name with or without its usual organisation, or demo -> model, tokenizer."""
     set_seed(seed)
@@ -440,13 +465,11 @@ def load_model(name, dtype, device="cpu", problems=(), seed=0):
             AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model.to(device).eval(), tokenizer        # eval: dropout would make the update see another policy
-
 def render(tokenizer, text, answer=None):
     """A question, and perhaps an answer, as the model reads it: a chat if there is a template for one."""
     if tokenizer.chat_template is None: return text
     chat = [{"role": "user", "content": text}] + [{"role": "assistant", "content": answer}] * bool(answer)
     return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None)
-
 def end_tokens(model, tokenizer):
     """The ids that end an answer: a model may have several, and a base model's chat template one more."""
     known = model.generation_config.eos_token_id
@@ -455,17 +478,14 @@ def end_tokens(model, tokenizer):
     ends |= set(tokenizer(closing, add_special_tokens=False).input_ids[:1]) & set(tokenizer.all_special_ids)
     if not ends: raise BadInput("the tokenizer has no end token: set eos_token in tokenizer_config.json")
     return ends
-
 # ---- Training. `run` is what prepare() returns: the model and all that belongs to this run -----------------
 def gather(value):
     """The values of all processes, in the order of their ranks."""
     everyone = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(everyone) > 1: dist.all_gather_object(everyone, value)
     return everyone
-
 def make_optimizer(model):
-    """AdamW over float32 masters: a bfloat16 weight would round an update of 1e-6 away. A float32 weight is
-    its own master; the master of any other takes over its gradients as they come."""
+    """AdamW over float32 masters, since bfloat16 rounds an update of 1e-6 away; float32 is its own master."""
     def collect(weight, master):
         master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
         weight.grad = None
@@ -473,7 +493,6 @@ def make_optimizer(model):
     for weight, master in zip(model.parameters(), masters):
         if weight is not master: weight.register_post_accumulate_grad_hook(lambda w, m=master: collect(w, m))
     return torch.optim.AdamW(masters, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-
 def apply_gradient(run, loss):
     """Clips, and takes the optimizer's step if loss and gradient are finite -> the norm of the gradient."""
     masters = run.optimizer.param_groups[0]["params"]
@@ -512,7 +531,6 @@ def learn(run, batch):
             loss = policy_gradient(run.model, batch, keep, int(chosen.sum()), config, ref)
             norms.append(apply_gradient(run, loss))
     return sums.tolist(), norms
-
 def rollout(run, problems, samples, temperature):
     """Samples answers to problems [(prompt, answer), ...] and judges them -> Batch, rewards (P, G)."""
     prompts = run.tokenize([p for p, _ in problems], padding=True, padding_side="left", return_tensors="pt")
@@ -528,25 +546,20 @@ def rollout(run, problems, samples, temperature):
     owner = torch.arange(len(problems), device=mask.device).repeat_interleave(samples)      # (N,)
     advantages = group_advantages(rewards).flatten()                                        # (N,)
     return Batch(ids, seen, owner, advantages, tokens, mask, torch.stack(stats)), rewards
-
 def evaluate(run):
     """The mean reward of K = --eval-samples answers a problem -> {"accuracy"}, with "pass_at_k" if K > 1."""
     config, k, rewards = run.config, run.config.eval_samples, []
     mine, size = run.evaluation[run.rank::run.world], max(1, config.prompts * config.samples // k)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(config.seed)
-        for i in range(0, len(mine), size):
-            rewards += rollout(run, mine[i:i + size], k, config.temperature * (k > 1))[1].tolist()
+    torch.manual_seed(config.seed)                   # every step of training sets its own seed
+    for i in range(0, len(mine), size):
+        rewards += rollout(run, mine[i:i + size], k, config.temperature * (k > 1))[1].tolist()
     won = torch.tensor(sum(gather(rewards), []))                                            # (Q, K)
     return dict(accuracy=won.mean().item(), **{"pass_at_k": won.amax(1).mean().item()} if k > 1 else {})
-
 COLUMNS = dict(step="d", reward=".3f", informative=".0%", length=".1f", entropy=".3f", entropy_kept=".3f",
                kept=".1%", grad_norm=".3f", clipped=".1%", skipped="d", lr=".1e", tokens_per_s=".0f",
                seconds=".2f", peak_gb=".2f", accuracy=".3f", pass_at_k=".3f")
-
 def train_step(run):
-    """One rollout and the updates on it -> the log's figures (COLUMNS), of all processes together.
-    Seeded by (seed, step, process): evaluating changes nothing, a checkpoint needs no random state."""
+    """A rollout and its updates -> the log's figures. Seeded by (seed, step, process): no state to keep."""
     config, data, start = run.config, run.problems, time.perf_counter()
     set_seed(int(np.random.SeedSequence([config.seed, run.step, run.rank]).generate_state(1)[0]))
     epoch, place = np.divmod(run.step * config.prompts + np.arange(config.prompts), len(data))
@@ -565,21 +578,16 @@ def train_step(run):
                 kept=kept / max(1, ranked), grad_norm=sum(finite) / max(1, len(finite)),
                 clipped=clipped / max(1, ranked), skipped=len(norms) - len(finite), lr=lr,
                 tokens_per_s=tokens / seconds, seconds=seconds, peak_gb=peak / 1e9)
-
 def checkpoints(out): return sorted(glob.glob(os.path.join(glob.escape(out), "step-" + "[0-9]" * 6)))
-
 def save_checkpoint(run):
-    """OUT/step-NNNNNN: a model that transformers loads, with optimizer and log beside it. It is written under
-    another name and renamed before the older one goes: a kill at any moment leaves a whole checkpoint."""
+    """OUT/step-NNNNNN for transformers, with optimizer and log: renamed when whole, the older goes last."""
     path = os.path.join(run.config.out, f"step-{run.step:06d}")
     if run.rank == 0 and not os.path.exists(path):
         for part in (run.model, run.tokenizer): part.save_pretrained(path + ".part")
-        masters = run.optimizer.param_groups[0]["params"] if run.model.dtype != torch.float32 else []
-        state = dict(step=run.step, rows=run.rows, masters=masters, optimizer=run.optimizer.state_dict())
-        torch.save(state, path + ".part/trainer.pt")
+        torch.save(dict(step=run.step, rows=run.rows, masters=run.optimizer.param_groups[0]["params"],
+                        optimizer=run.optimizer.state_dict()), path + ".part/trainer.pt")
         os.rename(path + ".part", path)
         for old in checkpoints(run.config.out)[:-1]: shutil.rmtree(old)
-
 def prepare(config):
     """Device, data, folder, model, optimizer, checkpoint -> run: all that the functions above share."""
     run = argparse.Namespace(config=config, step=0, rows=[dict(step=0)], busy=False, stop=False)
@@ -639,11 +647,9 @@ def show(run):
         best = zip(*(x.tolist() for x in scores[row, :len(ids)].topk(min(5, len(ids)))))
         print(f"  {name}: {''.join(marked) or 'none'}\n    largest {run.config.select} scores:",
               ", ".join(f"{words[i]!r} {score:.3f}" for score, i in best))
-
 def audit(run):
-    """Prints how well the scores foretell the norm of a token's true gradient over all parameters (autograd).
-    For --audit tokens of informative answers, some ten of each: Spearman's rank correlation, its mean inside
-    answers, and the share of the gradient mass of the largest --fraction that a score's choice catches."""
+    """Prints how well scores foretell the norm of single tokens' gradients over all parameters: Spearman's
+    correlation, its mean inside answers, and the share of the top --fraction's norms that they catch."""
     config, masters, true = run.config, run.optimizer.param_groups[0]["params"], []
     batch, _ = rollout(run, run.problems[:config.prompts], config.samples, config.temperature)
     rows = batch.advantages.nonzero()[:, 0]                                                 # (informative,)
@@ -659,9 +665,7 @@ def audit(run):
         true.append(torch.nn.utils.get_total_norm([w.grad for w in masters if w.grad is not None]))
         run.optimizer.zero_grad()
     true, weight = torch.stack(true), batch.advantages[row]                                 # (n,), (n,)
-    def ranks(x):                                    # equal values share the mean of their ranks
-        _, place, count = x.unique(return_inverse=True, return_counts=True)
-        return (count.cumsum(0) - (count - 1) / 2)[place]
+    def ranks(x): return ((x[:, None] > x) + 0.5 * (x[:, None] == x)).sum(1)    # equal ones share their ranks
     def spearman(x, y): return torch.corrcoef(torch.stack([ranks(x), ranks(y)]))[0, 1]
     def mass(x): return true[select_top(x, torch.ones_like(x).bool(), config.fraction)].sum()
     print(f"{len(true)} tokens of {len(row.unique())} answers\nscore      Spearman  in an answer  mass")
@@ -703,7 +707,6 @@ def train(config):
     print(f"accuracy {run.rows[0]['accuracy']:.3f} -> {run.rows[-1]['accuracy']:.3f}; the model is in "
           f"{config.out}/step-{run.step:06d}")
     return run.rows
-
 def parse(argv):
     """The command line -> Config: flags, else the settings of the run to resume or of the demo."""
     parser = argparse.ArgumentParser("gmts.py", description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -717,7 +720,8 @@ def parse(argv):
     if first.resume:
         with explain("--resume needs a run with a checkpoint"), open(first.out + "/config.json") as file:
             saved = json.load(file) | {"resume": bool(checkpoints(first.out)[-1])}
-    parser.set_defaults(**saved or (DEMO if first.model == "demo" else {}))
+    demo = {f.name: f.metadata["demo"] for f in options if "demo" in f.metadata and first.model == "demo"}
+    parser.set_defaults(**saved or demo)
     config = Config(**vars(parser.parse_args(argv)))
     for f, option in options.items():
         value, low = getattr(config, f.name), f.metadata["low"]
@@ -729,7 +733,6 @@ def parse(argv):
     model = os.path.basename(config.model.rstrip("/"))
     config.out = config.out or f"runs/{model}-{config.select}-{config.seed}-{time.strftime('%m%d-%H%M%S')}"
     return config
-
 def main(argv=None):
     """Runs the command line; bad input ends in one line on stderr and exit status 2."""
     transformers.logging.set_verbosity_error()
@@ -740,7 +743,6 @@ def main(argv=None):
         short = "out of GPU memory; lower --micro-tokens, --prompts, --samples or --max-tokens"
         print("gmts.py:", " ".join(said.get(type(error), short).split())[:1000], file=sys.stderr)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
-
 if __name__ == "__main__":
     main()
     sys.stdout.flush()

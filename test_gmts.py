@@ -2,6 +2,7 @@
 
 GMTS_BENCH=1 pytest -s -k bench runs the benchmark instead, see the README.
 """
+import concurrent.futures
 import copy
 import csv
 import json
@@ -463,7 +464,22 @@ RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50",
          (r"28\%", "0.28"), (r"28\%", "28 percent"), ("1000", "1 000"), (r"f(x) = 2x", "2x"), ("5", "5 = x"), ("5", "10/2 = 5"),
          (r"74^\circ", r"\angle ABC = 74^\circ"), ("(p, q) = (3, 2)", "(3,2)"), ("C", r"\textbf{(C)}\ 42"), ("B", "(B) the dog."),
          ("14", "14 pieces"), ("12", r"12\mathrm{~m}"), ("3:2", "3:2"), ("12000", r"12,\!000"), (r"\frac{8}{\sqrt{7}}", r"\dfrac{8}{\sqrt{7}}"), ("f(x) = x(x-1)", r"f\left(x\right) = x(x - 1)"),
-         (r"\frac{\pi}{6}", r"$\tfrac{\pi}{6}$.")]
+         (r"\frac{\pi}{6}", r"$\tfrac{\pi}{6}$."), ("3:2", "3/2"), ("1500", r"1.5 \times 10^3"), ("1/3", "0.333333333333"),
+         # expressions by value
+         (r"\sqrt{2}", "1.4142135623730951"), ("4.123105625617661", r"\sqrt{17}"), (r"\sqrt{8}", r"2\sqrt2"), (r"\sqrt[3]{5}", "5^{1/3}"),
+         (r"\frac{3\sqrt{5}}{7}", "(3*sqrt(5))/7"), ("2^{10}", "1024"), ("10^{-40}", r"\frac{1}{10^{40}}"), ("120", "5!"), ("10", r"\binom{5}{2}"),
+         (r"\log_2 8", "3"), (r"\log_{2}(8)", "3"), (r"\ln 4", r"2\ln 2"), (r"\sin 2x", r"2\sin x\cos x"), (r"\tan^2(y)+1", r"\sec^2 y"),
+         (r"\frac{\sqrt{3}}{2}", r"\sin\left(\frac{\pi}{3}\right)"), ("x^2-9", "(x-3)(x+3)"), (r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}"),
+         ("2x", "x*2"), ("-2^2", "-4"), (r"\frac{-2}{3}", r"-\frac23"), ("3+4i", "4i+3"), ("0", "x^2 - x^2"), (r"|x-1|", r"\lvert 1-x \rvert"),
+         # equations, inequalities, intervals
+         ("2x+4y=3", r"y=-\frac{1}{2}x+\frac{3}{4}"), ("x^2+y^2=4", "2x^2+2y^2=8"), ("x_1=3, x_2=4", "3, 4"), (r"AB/CD = 2", "2"),
+         ("-1", r"e^{i\pi} = -1"), ("2", r"\sqrt{4} = 2"), ("1", r"\lim_{x \to 0} \frac{\sin x}{x} = 1"), ("11", "x = 5+5+1 = 11"),
+         (r"x \ge 5", r"5 \le x"), (r"x \ge 5", r"[5, \infty)"), ("x < 3", r"(-\infty, 3)"), ("(0, 1]", r"1 \geq x > 0"),
+         (r"x < 1 \text{ or } x > 3", r"(-\infty, 1) \cup (3, \infty)"),
+         # lists, both signs, matrices, bases
+         (r"\pm 6", "-6, 6"), (r"\{-6, 6\}", r"\pm 6"), (r"1 \pm \sqrt{2}", r"1-\sqrt2, 1+\sqrt2"), (r"(1, \sqrt{4})", "(1, 2)"),
+         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"), ("1101_2", "1101_{2}"),
+         (r"\begin{pmatrix} 1 & \frac12 \\ 0 & 3 \\ \end{pmatrix}", r"\left[\begin{array}{cc}1&0.5\\0&3\end{array}\right]")]
 WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", "0.333"), ("12 cm", "12 m"), ("7", "7 or 8"),
          ("7", "7 million"), ("7", "7, 8"), ("5", "5 apples or pears"), ("5", "5 minus something"), ("(1,2)", "(2,1)"), ("(1,200)", "1200"), ("9007199254740993", "9007199254740992"),
          ("C", "B"), ("C", "(B) not (C)"), (r"\sqrt{2}", "2"), ("5", "2+3"), ("0.5", "50"), ("1", "1/0"), ("5", ""), ("5", "five"),
@@ -472,7 +488,22 @@ WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", 
          ("(2, 1)", "(1, 2)"), ("[0, 1)", "(0, 1)"), ("[0, 1)", "[0, 1]"), ("(1,2), (3,4)", "(1,3), (2,4)"), ("1,2", "(1,2)"),
          ("5", "5.0000001"), ("0.5", r"5\%"), ("50", "0.5"), (r"28\%", "2800"), ("6", "xy = 6"), ("7 = 11a+c", "11a+c"),
          ("C", "B, C"), ("C", "(C) or (D)"), ("B", "Because"), ("0", "a + 3z = 0"), ("n(n-1)", "nn-1"), ("(n-1)/2", "n-1/2"), ("12:00", "1:00"), ("14", "3*4 + 2"),
-         ("9007199254740993", "9007199254740992.0")]
+         ("9007199254740993", "9007199254740992.0"), ("-9007199254740993", "-9007199254740992"), ("7:30", "9:30"), ("7", "6+1"),
+         # what would pay if it were accepted: the question instead of the answer
+         ("14", "2(7)"), ("14", "(2)(7)"), ("12", "3 4"), ("14", r"7 \cdot 2"), ("14", r"7 \times 2"), ("14", "28 - 14"), ("-6", r"-2 \cdot 3"),
+         # expressions
+         (r"\sqrt{2}", "1.41"), (r"\sqrt{8}", r"3\sqrt2"), ("x", r"\sqrt{x^2}"), ("x^2-9", "(x+3)(x+3)"), ("2x", "x^2"), ("x", "y"), ("X", "x+1"),
+         (r"\sin x", r"\cos x"), (r"\log_2 8", "4"), ("10^{-40}", "10^{-41}"), ("10^{999999999}", "10^{999999998}"), ("9^{9^{9^{9}}}", "9"),
+         ("0", "e^{-100000}"), (r"\frac{7}{0}", r"\frac{8}{0}"), ("3+4i", "3-4i"), (r"\frac{\pi}{6}", r"30^\circ"), ("live", "evil"), ("24", "4! + 0"),
+         # equations, inequalities, intervals
+         ("2x+4y=3", "2x+4y=5"), ("x^2+y^2=4", "x^2+y^2=2"), ("2+2=5", "3=7"), ("x = 5", "x = 6"), ("5", "x + y = 5"), ("5", "2x = 5"), ("25", "x^2 = 25"),
+         (r"x \ge 5", "x > 5"), (r"x \ge 5", r"x \le 5"), ("x < 3", "x < 4"), ("(0, 1]", r"0 \le x \le 1"), ("5", r"x \ge 5"),
+         (r"(-\infty, 4) \cup (4, \infty)", r"(-\infty, 4)"), ("f(x)=x, f(x)=-x", "f(x)=x, f(x)=+x"),
+         # lists, both signs, matrices, bases, units
+         (r"\pm 6", "6"), ("6", r"\pm 6"), ("1, 2", "1, 1, 2"), ("10", "10, 10"), (r"1 \pm \sqrt{2}", r"1+\sqrt2"), ("(1, 2, 3)", "(1, 2), 3"),
+         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"(1 \ 2)"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+         (r"\begin{pmatrix}1\\2\\3\end{pmatrix}", r"\begin{pmatrix}1\\3\\2\end{pmatrix}"), ("1101_2", "1101_3"), ("13", "1101_2"), ("1101_2", "1101"),
+         (r"12\text{ cm}^2", r"12\text{ cm}^3"), ("5", "5 hundred"), ("60", "60 degrees or so"), ("5 m", r"5\%")]
 
 
 @pytest.mark.parametrize("gold, answer, right", [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG])
@@ -481,19 +512,55 @@ def test_answers_match(gold, answer, right):
     assert gmts.is_correct(rf"so $\boxed{{{answer}}}$", gold) is (right and answer != "")
 
 
+# golds of many kinds, and rewritings that must keep or break the match
+GOLDS = ["7", "-12", "1234", "20736", "0.45", "-3.5", r"\frac{3}{4}", r"-\frac{17}{6}", r"2\frac{1}{3}", r"\sqrt{13}", r"3\sqrt{5}", r"\frac{5\sqrt{2}}{4}",
+         r"\frac{\pi}{6}", r"12\pi", "2^{10}", r"1+\sqrt{3}", "x^2+2x-3", r"\frac{x+1}{x-2}", "-5a^3b", r"\frac{1}{n(n+1)}", r"e^{2x}", "3+4i", "(3, -4)",
+         r"(\frac{1}{2}, 5, 0)", "[2, 5)", r"(-\infty, 3]", r"(0, 1) \cup (4, 9)", r"\{1, 2, 7\}", "4, -6", "y=2x+1", "x^2+y^2=25",
+         r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}"]
+KEEP = {
+    "dfrac": lambda g: g.replace(r"\frac", r"\dfrac"), "left and right": lambda g: re.sub(r"[)\]]", r"\\right\g<0>", re.sub(r"[(\[]", r"\\left\g<0>", g)),
+    "spaces": lambda g: re.sub(r"(?<=[^\\{(\[ ])([-+=,])(?=[^ ])", r" \1 ", g), "dollars": lambda g: f"${g}$", "full stop": lambda g: g + ".",
+    "thousands": lambda g: re.sub(r"^(\d+)(\d{3})$", r"\1,\\!\2", g), "braced comma": lambda g: re.sub(r"^(\d+)(\d{3})$", r"\1{,}\2", g),
+    "unit": lambda g: re.sub(r"^-?[\d.]+$", r"\g<0> apples", g), "unit in text": lambda g: re.sub(r"^-?[\d.]+$", r"\g<0>\\text{ km}", g),
+    "name": lambda g: g if re.search("[=,]|cup|matrix", g) else "z = " + g, "display": lambda g: rf"\[ {g} \]"}
+BREAK = {
+    "digit": lambda g: re.sub(r"\d", lambda m: str((int(m[0]) + 1) % 10), g, count=1), "sign": lambda g: "-" + g if re.match(r"[\d\\]", g) and "," not in g else None,
+    "inner sign": lambda g: g.replace("+", "-") if "+" in g else None, "swapped": lambda g: re.sub(r"^\(([^,()]+), ([^,()]+)", r"(\2, \1", g) if re.match(r"\(\S+, \S+", g) else None,
+    "opened": lambda g: g.replace("[", "(").replace("]", ")") if re.search(r"^\[|\]$", g) else None, "one more": lambda g: g + ", 99", "letter": lambda g: g + "q"}
+
+
+@pytest.mark.parametrize("gold", GOLDS)
+def test_rewritings_keep_or_break_the_match(gold):
+    for name, rewrite in KEEP.items():
+        assert gmts.is_correct(rf"It is \boxed{{{rewrite(gold)}}}", gold), (name, rewrite(gold))
+    for name, rewrite in BREAK.items():
+        if name == "sign" and gold.startswith("-"): continue
+        assert (wrong := rewrite(gold)) is None or not gmts.is_correct(rf"It is \boxed{{{wrong}}}", gold), (name, wrong)
+    assert not gmts.is_correct(r"\boxed{-7919/104729}", gold) and not any(gmts.answers_match(gold, other) for other in GOLDS if other != gold)
+
+
+LATEX = [*r"{}[]()$^_,.=+-*/!<>|&~%'# 0123456789xyziePMπ−–😀²½٣", "\x00", "\n", '"', r"\frac", r"\frac{", r"\sqrt", r"\sqrt[", r"\boxed{", r"\text{", r"\circ", r"\left(",
+         r"\right)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\pm", r"\mp", r"\log_", r"\sin^2 ", r"\infty", r"\cup", r"\le ", r"\ge ", r"\binom", "and ", "or ",
+         "apples ", "not ", "x=", "f(x)=", "10^", "9^9^", "99!", "e^", "1,000", "####", "answer is ", "</think>", "True", "nan", "inf", "None", "lambda x:", "import os",
+         "__import__('os')", "open('f','w')", "().__class__", "9**9**9", "}{", "frac(", "sin**", "'1'", "1_", "x_{"]
+
+
 def test_the_verifier_bears_hostile_text():
-    """Whatever a policy writes: an answer of True or False, no exception, in linear time, without running it."""
-    rng, fragments = gmts.random.Random(0), [*r"{}[]()$^_,.=+-*/!<>| 0123456789xyzπ−😀", "\x00", r"\frac", r"\sqrt", r"\boxed{", r"\text{",
-                                             r"\circ", "####", "answer is", "</think>", "__import__('os')", "9**9**9", r"\left("]
-    texts = ["".join(rng.choices(fragments, k=rng.randrange(30))) for _ in range(3000)]
-    texts += [fragment * 20_000 for fragment in (r"\boxed{", "{", "}", "9", r"\frac", "answer is ", "####", " ", "(", r"\text{", "1,000")]
-    texts += ["\\boxed{" + fragment * 600 + "}" for fragment in ("9", "(", "1 ", r"\frac1", "{}", "a ", "1,")]
-    texts += ["\\boxed{" + "9" * 1980 + "!}", "\\boxed{" + ",(" * 900 + "}", "\\boxed{" + "1=" * 990 + "}"]
-    for text in texts:
-        start = time.perf_counter()
-        for gold in ("5", r"\frac{1}{2}", text[:50]):
-            assert type(gmts.is_correct(text, gold)) is type(gmts.answers_match(text, gold)) is bool
-        assert time.perf_counter() - start < 1
+    """Whatever a policy writes: an answer of True or False, no exception, in bounded time, off the main thread, without running it."""
+    rng = gmts.random.Random(0)
+    texts = ["".join(rng.choices(LATEX, k=rng.randrange(40))) for _ in range(3000)]
+    texts += [fragment * n for fragment in LATEX for n in (50, 20_000)] + ["9" * 100_000 + "!", "(" * 10_000 + "1" + ")" * 10_000]
+    texts += ["\\boxed{" + fragment * (1980 // len(fragment)) + "}" for fragment in LATEX]
+    texts += ["\\boxed{" + text + "}" for text in (",(" * 900, "1=" * 990, "9" * 1980 + "!", "9^" * 140 + "9", "10^{" * 60 + "}" * 60, "99!" * 90, "x" * 299, "-" * 299 + "1")]
+
+    def judge_all():
+        for text in texts:
+            start = time.perf_counter()
+            for gold in ("5", r"\frac{1}{2}", "x^2+1", "1, 2", text[:50]):
+                assert type(gmts.is_correct(text, gold)) is type(gmts.answers_match(text, gold)) is bool
+            assert time.perf_counter() - start < 2, text[:60]
+        return True
+    with concurrent.futures.ThreadPoolExecutor(1) as pool: assert pool.submit(judge_all).result()
 
 
 # ---- Whole runs --------------------------------------------------------------------------------------------
@@ -703,7 +770,7 @@ def test_help_names_every_flag(capsys):
 
 
 def test_flags_override_the_defaults_of_the_demo():
-    assert gmts.parse([]).samples == gmts.DEMO["samples"] and gmts.parse([]).lr == gmts.DEMO["lr"]
+    assert gmts.parse([]).samples == 8 and gmts.parse([]).lr == 3e-4 and gmts.parse([]).prompt == "{question}"
     assert gmts.parse(["--samples", "5"]).samples == 5
     assert gmts.parse(["--model", "Qwen2.5-0.5B"]).samples == 16 and gmts.parse(["--model", "x"]).lr == 1e-6
 
