@@ -194,7 +194,7 @@ class Batch:
     stats: torch.Tensor             # (3, N, T) logprobs, entropy, grad_norm under the policy that sampled
 
 def micro_batches(batch, lengths, budget):
-    """Packs answers of lengths (N,) by tokens, prompts included -> lists of rows; a group stays together."""
+    """Packs answers of lengths (N,) by tokens, prompts included -> lists of rows; 0 stays out."""
     lengths, owner, packs, groups = lengths.tolist(), batch.owner.tolist(), [], set()
     longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
     for length, group, row in sorted((longest[g], g, i) for i, g in enumerate(owner) if lengths[i]):
@@ -258,51 +258,52 @@ def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
 # 12\text{ cm} · \$4.50 · 60^\circ · (B) 19 · x \ge 5 · (1, 2) · [0, \infty) · \{1, 2\} · 1 \pm 2 · matrices
 def extract_answer(text):
     """The last balanced box, else what follows the last ####, "answer is" or "Answer:", else None."""
-    text, opened, box = text.rpartition("</think>")[2], [], None
+    text, opened, box = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2]), [], None
     for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]", text):               # one pass, linear
         if brace[0] != "}": opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{": box = text[start.end():brace.start()]
-    for marker in (r"\\boxed +(?=\d)", r"####:?", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
+    for marker in (r"####:?", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
         if box is None and len(parts := re.split(marker, text)) > 1:
             box = re.split(r"[.!?](?:\s|$)|\n", parts[-1].strip(" :*\n"), maxsplit=1)[0]
             box = re.sub(r"^The [^=]* is ", "", box)                                    # The largest n is 34
     return (box or "").strip(" *`$\n") or None
-MP = mpmath.MPContext()                              # its own 60 digits: nobody else's precision changes
-MP.dps = 60
-FUNCTIONS = {name: getattr(MP, name) for name in "sin cos tan sec csc cot asin acos atan exp ln sqrt".split()}
+MP = mpmath.MPContext()                              # its own digits: nobody else's precision changes
+FUNCTIONS = {name: getattr(MP, name) for name in "sin cos tan sec csc cot exp ln sqrt fac binomial".split()}
 FUNCTIONS |= dict(Add=operator.add, Sub=operator.sub, Mult=operator.mul, Div=operator.truediv, abs=abs,
-                  Pow=operator.pow, UAdd=operator.pos, USub=operator.neg, log=MP.log10, binom=MP.binomial,
-                  frac=operator.truediv, mixed=lambda n, a, b: n + a / b, root=lambda n, z: z ** (1 / n),
-                  squared=lambda z: z * z, factorial=MP.factorial)
-CONSTANTS = dict(pi=+MP.pi, e=+MP.e, i=MP.j)
-NAMED, TRIG = "|".join(FUNCTIONS), "(sin|cos|tan|sec|csc|cot|ln|log)"
+                  Pow=operator.pow, UAdd=operator.pos, USub=operator.neg, log=MP.log10, squared=lambda z: z*z,
+                  frac=operator.truediv, mixed=lambda n, a, b: n + a / b, root=lambda n, z: z ** (1 / n))
+CONSTANTS, NAMED = dict(pi=MP.pi, e=MP.e, i=MP.j), "|".join(filter(str.islower, FUNCTIONS))
+TRIG, GREEK = "(sin|cos|tan|sec|csc|cot|ln|log)", "pi|alpha|beta|gamma|theta|lambda|mu|phi|omega"
 REWRITES = {                                                            # applied in this order
     r"(?<=\d) ?(?:\{ ?, ?\}|,?\\!|\\,) ?(?=\d{3})|(?<=\d)[, ](?=\d{3}(?!\d))(?![^(\[]*[)\]])": "",   # 1{,}234
-    r"(?<!\\)\\\\(?=[A-Za-z]{2})": r"\\", r"\\[dtc](?=frac)": r"\\",                    # \\dfrac -> \frac
-    r"\\(?:text\w*|mathrm|mathbf|[mh]box)\s*\{([^{}]*)\}(?:\^\{?([23])\}?)?": r" \1\2 ",              # cm^2
-    r"\\(?:left|right)(?![a-z])|(?<!\\)\\[()\[\]]|(?<=[\d})]) ?(?:\\approx|≈).*": "",
-    r"(?<!\\)\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*(?= *$)": " ", r"\\(?:[lr]?vert|mid)": "|", "[−–]": "-",
-    r"(?<!\\)[A-Z][a-z]+": lambda word: word[0].lower(), r"\*\*": "^", " +": " ", "['\"]": "′",
-    r"^[^,]*(?:\\(?:lim|sum|prod|int|bmod)|\{vmatrix)[^,]*=": "",                       # \lim ... = 5 -> 5
+    r"(?<!\\)\\\\(?=[A-Za-z]{2})": r"\\", r"\\[dtc](?=frac)": r"\\", r"\\\$ ?([\d.,]*\d)": r"\1 dollars",
+    r"\\(?:text\w*|mathrm|mathbf|[mh]box|boxed)\s*\{([^{}]*)\}(?:\^\{?([23])\}?)?": r" \1\2 ",        # cm^2
+    r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[()\[\]{}]|(?<=[\d})]) ?(?:\\approx|≈).*": "",
+    r"(?<!\\)\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*(?= *$)": " ", r"\*\*": "^", " +": " ", "[−–]": "-",
+    r"(?<!\\)[A-Z][a-z]+": lambda word: word[0].lower(), "['\"]": "′", r"\\(?:[lr]?vert|mid)": "|",
+    r"^[^,]*(?:\\(?:lim|sum|prod|int|bmod)|\{vmatrix)[^,]*=(?![^{}]*\})": "",           # \lim ... = 5 -> 5
     r"[(\[]?\\begin\{\w+\}(?:\{[lcr| ]*\})?": "[", r"(?:\\\\\s*)?\\end\{\w+\}[)\]]?": "]", r"\\\\": "#",
     r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b": "°", r"\\?%|\b(?:percent(?:age)?|pct)\b": "%", r"\\in\b": "=",
-    r"\\\$ ?([\d.,]*\d)": r"\1 dollars", r";|\\cup|,? *\b(?:and|or)\b": ",", r"=[^,=]*(?==)": "",
-    r"\\(?:cdot|times)|[×·]": "*", r"\\div|:": "/", r"\\infty|∞": "oo", r"\\pm": "±", "π": "pi ",
-    r"\\leq?(slant)?\b|<=": "≤", r"\\geq?(slant)?\b|>=": "≥", r"\\lt\b": "<", r"\\gt\b": ">", "√": r"\\sqrt",
-    r"\\(frac|binom|sqrt) ?(\d)": r"\\\1{\2}", r"(\\frac\{[^{}]*\}) ?(\d)": r"\1{\2}",               # \frac12
+    r";|\\cup|,? *\b(and|or)\b": ",", r"=[^,=]*(?==)": "", r"\\infty|∞": "oo", "π": r"\\pi ", "√": r"\\sqrt",
+    r"\\(?:cdot|times)|[×·]": "*", r"\\div|:(?![^:=]*:)": "/", r"\\pm": "±", r"\\lt\b": "<", r"\\gt\b": ">",
+    r"\\leq?(slant)?\b|<=": "≤", r"\\geq?(slant)?\b|>=": "≥", r"\\([dt]?binom)": r"\\binomial",
+    r"\\(frac|binomial|sqrt) ?(\d)": r"\\\1{\2}", r"(\\frac\{[^{}]*\}) ?(\d)": r"\1{\2}",            # \frac12
     r"(?<![\d.^_])(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))": r"\\mixed{\1}{\2\4}{\3\5}",     # 2 3/4
-    r"\\sqrt ?\[([^\[\]]*)\]": r"\\root{\1}", r"\|([^|]+)\|": r"\\abs{\1}", r"_\{(\w+)\}": r"_\1",
-    r"\\log_(\w|\{[^{}]*\})": r"\\frac{1}{\\log{\1}}\\log ", rf"{TRIG} ?\^ ?(?:2|\{{2\}})": r"squared \1",
-    rf"{TRIG} ?((?:\d|[a-z]|\\pi)+)(?![a-z])": r"\1{\2}", r"((?<!\d)\d+|\([^()]*\))!": r"\\factorial{\1}",
+    r"\\log ?_ ?(\w|\{[^{}]*\}) ?(\d+|\w|\{[^{}]*\}|\([^()]*\))": r"\\frac{\\log{\2}}{\\log{\1}}",
+    r"\\sqrt ?\[([^\[\]]*)\]": r"\\root{\1}", r"\|([^|]+)\|": r"\\abs{\1}", r"_ ?\{(\w+)\}": r"_\1",
+    rf"{TRIG} ?\^ ?(?:2|\{{2\}})": r"squared \1", r"((?<!\d)\d+|\([^()]*\))!": r"\\fac{\1}",
+    rf"{TRIG}((?: ?(?:\d|[a-z](?![a-z])|\\(?:{GREEK}))(?:\^(?:\w|\{{\w+\}}))?)+)": r"\1{\2}",        # \sin 2x
     r"(?<=[\w)}]) *\\(?=[a-z])": "*", r"\\": "", r" ?([-+*^,()\[\]/=<>≤≥&#%°]) ?|(?<![., ])[., ]+$|^ ": r"\1",
-    r"^\{([^{}]*,[^{}]*)\}$|(?<![^,])\((-?[\w./]+)\)(?![^,])": r"\1\2"}                 # \{1, 2\}, (5) -> 5
-UNIT = (rf"(?<=[\d)}}])(?: |(?=[ckm]m|kg|ft|[%°]))(?!{NAMED}|(?:pi|[a-ceikn-z])\b|.*\b(?:not|half|dozen|"
-        r"hundred|over|thousand|[mb]illion|times|plus|minus)\b)([a-z%°][a-z ]*?[23]?)s? *$")
-SUM = r"^(?!.*(?<![a-z])[A-Za-z](?![a-z])).*[\d)}](?:[+*-](?!10\^)|\(| \d)"             # of plain numbers
-NAME = (r"(?:[a-z](?:_\w+)?(?:\([a-z]\))?|[A-Z](?:[A-Z/]|_\w+)*(?:\(\w\))?|\([a-z](?:,[a-z])*\)|"
-        r"(?:abs|frac)[{A-Za-z}]+)")                                    # x_1, f(x), AB/CD, P(A), (x, y), |z|
+    r"^\{([^{}]*,[^{}]*)\}$|(?<![^,])\((-?[\w./]+)\)(?![^,])": r"\1\2"}                 # {1, 2}, (5) -> 5
+UNIT = (rf"(?:(?<=[\d)}}])|(?<=pi))(?: |(?=[ckm]m|kg|ft|[%°]))(?!{NAMED}|.*\b(?:not|hal[fv]|dozen|hundred|"
+        r"over|point|tenth|thousand|[a-z]*illion|times|plus|minus|wrong))"
+        r"((?:[a-z]{3,}?|[ckm]m|kg|ft|in|mi|lb|oz|hr|[ghlm%°])(?:[ /][a-z]+?)*?[23]?)s? *$")
+SUM = r"[\d)}](?:\*(?!10\^)|[+-]|\(| \d)"                               # 3*4+2, but not 3*10^2
+NAME = (rf"(?:[a-z](?:_\w+)?(?:\(\w\))?|[a-z ]{{4,}}|{GREEK}|[A-Z](?:[A-Z/_]|(?<=_)[a-z\d]+)*(?:\(\w\))?|"
+        r"\([a-z](?:,[a-z])*\)|(?:abs|frac)[{A-Z}]+)")                  # x_1, f(x), AB/CD, (x, y), |AB|
 SOLVED = (rf"(?:^|(?<=,)){NAME}=|={NAME}$|^(?:[^A-Za-z=,]|{NAMED}|pi|[ei](?![a-z]))*=" # x = 5, 5 = x, 2 + 3 =
           "(?!.*(?<![A-Za-z])[A-Za-df-hj-z](?![A-Za-z]))")
+NEXT_BOX = r"\}[\s$.]*(?:(?:\\q?quad|\\text\{|\\[()\[\],;]|,|;|and|or)[\s$}]*)+\\boxed\s*\{"
 CHOICE = r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$"               # (B) 19
 @functools.lru_cache(10_000)
 def tidy(text):
@@ -322,12 +323,13 @@ def value(node, point):
         case ast.Call(ast.Name(name), nodes): pass
         case _: raise ValueError(node)
     result = FUNCTIONS[name](*(value(x, point) for x in nodes))
-    if result and not 1e-300 < abs(result) < 1e300: raise OverflowError(name)
+    if result and not 1e-300 < abs(result) < (1e40 if name in ("Add", "Sub") else 1e300): raise OverflowError
     return result
 def fingerprint(text, digits):
     """What all spellings of an expression share: its values in so many digits; of any other text itself."""
+    MP.dps = 60
     code = re.sub("(.+)=(.+)", r"\1-(\2)", text).replace("}{", ",").translate(str.maketrans("{}", "()"))
-    tokens = re.findall(rf"^[a-z]{{3,}}$|{NAMED}|pi|[A-Za-z]_\w+|\d+_\w+|[\d.]+|\S", code)
+    tokens = re.findall(rf"^[a-z ]{{3,}}$|{NAMED}|{GREEK}|[A-Za-z]_\w+|\d+_\w+|[\d.]+|\S", code)
     code = re.sub(rf"\b({NAMED}) (\()?", lambda m: m[1] + (m[2] or "**"), " ".join(tokens).replace("^", "**"))
     code = re.sub(r"(?<![\w.])([\d.]+)", r"'\1'", code).replace("' '", "?")             # 1 2 is no number
     code = re.sub(r"(?<=[\w')]) (?=[\w'(])", "*", code)                                 # 2 x
@@ -340,7 +342,6 @@ def fingerprint(text, digits):
         return text
     parts = ((part, abs(x)) for x in map(MP.mpc, values) for part in (x.real, x.imag))
     return " ".join(MP.nstr(part if abs(part) > size * 1e-40 else 0, digits) for part, size in parts)
-
 def interval(text):
     """x>=5 and 5<=x as [5,oo), 0<x<=1 as (0,1]; any other text as it is."""
     text = "".join(re.split("([>≥])", text)[::-1]).translate(str.maketrans(">≥", "<≤"))
@@ -349,8 +350,8 @@ def interval(text):
 def answers_match(answer, gold):
     """Is `answer` the same object as `gold`? Two different units are not; one alone does not matter."""
     if max(len(answer), len(gold)) > 2000: return answer == gold
-    if answer.isdecimal() and gold.isdecimal(): return int(answer) == int(gold)
-    if re.fullmatch("[A-Z]", gold): answer = re.sub(CHOICE, r"\1", answer)
+    if all(re.fullmatch(r"-?\d+", text) for text in (answer, gold)): return int(answer) == int(gold)
+    if re.fullmatch("[A-Z]", gold): return tidy(re.sub(CHOICE, r"\1", answer)).lower() == gold.lower()
     a, g = tidy(answer), tidy(gold)
     if a.lower() == g.lower() or not g: return bool(g)
     if max(len(a), len(g)) > 300: return False
@@ -359,8 +360,8 @@ def answers_match(answer, gold):
     if ("=" in a) != ("=" in g): a, g = re.sub(SOLVED, "", a), re.sub(SOLVED, "", g)
     a, g = (",".join(map(interval, text.split(","))) for text in (a, g))
     if all(units) and units[0] != units[1] or ("," in a) != ("," in g): return False
-    if re.fullmatch(r"-?[\d.]+", g) and re.search(SUM, a): return False     # or boxing the question would pay
-    digits = 30 if ("." in a) == ("." in g) or re.fullmatch(r"-?\d+", g) else 7         # 1.4142136 is sqrt(2)
+    if re.fullmatch(rf"(?:{NAME}=)?-?[\d.]+", g) and re.search(SUM, a): return False    # the question, boxed
+    digits = 45 if ("." in a) == ("." in g) or re.fullmatch(r"-?\d+|.*=.*", g) else 7   # 1.41421356 is \sqrt2
     def canonical(text):
         parts = re.split(r"([,&#()\[\]])", text) if set(text) & set(",&#") else [text]
         parts[::2] = [fingerprint(part, digits) for part in parts[::2]]
@@ -368,8 +369,9 @@ def answers_match(answer, gold):
     texts = {a} | {f"({a}){op}100" for op, unit in zip("/*", units) if unit == "%" and not all(units)}
     return any(canonical(text) == canonical(g) for text in texts)
 def is_correct(completion, gold):
-    """The reward: is the completion's answer right?"""
-    return (answer := extract_answer(completion)) is not None and answers_match(answer, gold)
+    """The reward: is the completion's answer right? Boxes in a row are one list, if that is what is asked."""
+    texts = dict.fromkeys((completion, re.sub(NEXT_BOX, ", ", completion)))
+    return any(answer is not None and answers_match(answer, gold) for answer in map(extract_answer, texts))
 # ---- Data: questions and reference answers in the shapes in which people have them -------------------------
 GSM8K = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
 MATH = "https://media.githubusercontent.com/media/openai/prm800k/main/prm800k/math_splits/"
@@ -377,7 +379,6 @@ ADDRESSES = {"gsm8k": GSM8K + "train.jsonl", "gsm8k-test": GSM8K + "test.jsonl",
              "math": MATH + "train.jsonl", "math-test": MATH + "test.jsonl"}        # 12,000 and 500 problems
 QUESTION_COLUMNS = ("question", "problem", "prompt", "input", "Question")
 ANSWER_COLUMNS = ("answer", "final_answer", "target", "Answer", "answerKey", "solution")
-
 def read_record(record):
     """One record of a data file -> (question, answer), or BadInput."""
     question = next((record[name] for name in QUESTION_COLUMNS if record.get(name)), "")
@@ -453,7 +454,6 @@ def demo_model(problems, steps=600):
         optimizer.step()
         optimizer.zero_grad()
     return model, tokenizer
-
 ORGANISATIONS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google"}
 def load_model(name, dtype, device="cpu", problems=(), seed=0):
     """A local folder, a hub name with or without its usual organisation, or demo -> model, tokenizer."""

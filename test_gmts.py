@@ -470,14 +470,17 @@ RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50",
          (r"\frac{3\sqrt{5}}{7}", "(3*sqrt(5))/7"), ("2^{10}", "1024"), ("10^{-40}", r"\frac{1}{10^{40}}"), ("120", "5!"), ("10", r"\binom{5}{2}"),
          (r"\log_2 8", "3"), (r"\log_{2}(8)", "3"), (r"\ln 4", r"2\ln 2"), (r"\sin 2x", r"2\sin x\cos x"), (r"\tan^2(y)+1", r"\sec^2 y"),
          (r"\frac{\sqrt{3}}{2}", r"\sin\left(\frac{\pi}{3}\right)"), ("x^2-9", "(x-3)(x+3)"), (r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}"),
-         ("2x", "x*2"), ("-2^2", "-4"), (r"\frac{-2}{3}", r"-\frac23"), ("3+4i", "4i+3"), ("0", "x^2 - x^2"), (r"|x-1|", r"\lvert 1-x \rvert"),
+         ("2x", "x*2"), ("-2^2", "-4"), (r"\frac{-2}{3}", r"-\frac23"), ("3+4i", "4i+3"), (r"|x-1|", r"\lvert 1-x \rvert"),
+         (r"\sin x^2", r"\sin(x^2)"), (r"\sin 2 x", r"\sin 2x"), (r"\sin\theta\cos\theta", r"\cos\theta\sin\theta"), (r"\frac{1}{\theta}", r"1/\theta"),
+         (r"\alpha^2-\beta^2", r"(\alpha-\beta)(\alpha+\beta)"), (r"\log _{2} x", r"\log_2 x"), (r"\log_{16} 4", r"\frac12"), ("2", r"\log_3(9)"),
+         (r"12\pi", r"12\pi\text{ cm}^2"), ("12", r"12\text{ m/s}"), ("5", r"\boxed{5}"), ("5", r"\displaystyle 5"),
          # equations, inequalities, intervals
-         ("2x+4y=3", r"y=-\frac{1}{2}x+\frac{3}{4}"), ("x^2+y^2=4", "2x^2+2y^2=8"), ("x_1=3, x_2=4", "3, 4"), (r"AB/CD = 2", "2"),
+         ("5", "f(2) = 5"), (r"5", r"\theta = 5"), ("12", r"\text{Area} = 12"), ("2x+4y=3", r"y=-\frac{1}{2}x+\frac{3}{4}"), ("x^2+y^2=4", "2x^2+2y^2=8"), ("x_1=3, x_2=4", "3, 4"), (r"AB/CD = 2", "2"),
          ("-1", r"e^{i\pi} = -1"), ("2", r"\sqrt{4} = 2"), ("1", r"\lim_{x \to 0} \frac{\sin x}{x} = 1"), ("11", "x = 5+5+1 = 11"),
          (r"x \ge 5", r"5 \le x"), (r"x \ge 5", r"[5, \infty)"), ("x < 3", r"(-\infty, 3)"), ("(0, 1]", r"1 \geq x > 0"),
          (r"x < 1 \text{ or } x > 3", r"(-\infty, 1) \cup (3, \infty)"),
          # lists, both signs, matrices, bases
-         (r"\pm 6", "-6, 6"), (r"\{-6, 6\}", r"\pm 6"), (r"1 \pm \sqrt{2}", r"1-\sqrt2, 1+\sqrt2"), (r"(1, \sqrt{4})", "(1, 2)"),
+         (r"\{3,\frac12\}", r"\{\frac12,3\}"), (r"\left\{1, 2\right\}", "1,2"), (r"\pm 6", "-6, 6"), (r"\{-6, 6\}", r"\pm 6"), (r"1 \pm \sqrt{2}", r"1-\sqrt2, 1+\sqrt2"), (r"(1, \sqrt{4})", "(1, 2)"),
          (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"), ("1101_2", "1101_{2}"),
          (r"\begin{pmatrix} 1 & \frac12 \\ 0 & 3 \\ \end{pmatrix}", r"\left[\begin{array}{cc}1&0.5\\0&3\end{array}\right]")]
 WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", "0.333"), ("12 cm", "12 m"), ("7", "7 or 8"),
@@ -490,20 +493,24 @@ WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", 
          ("C", "B, C"), ("C", "(C) or (D)"), ("B", "Because"), ("0", "a + 3z = 0"), ("n(n-1)", "nn-1"), ("(n-1)/2", "n-1/2"), ("12:00", "1:00"), ("14", "3*4 + 2"),
          ("9007199254740993", "9007199254740992.0"), ("-9007199254740993", "-9007199254740992"), ("7:30", "9:30"), ("7", "6+1"),
          # what would pay if it were accepted: the question instead of the answer
-         ("14", "2(7)"), ("14", "(2)(7)"), ("12", "3 4"), ("14", r"7 \cdot 2"), ("14", r"7 \times 2"), ("14", "28 - 14"), ("-6", r"-2 \cdot 3"),
+         ("14", "2(7)"), ("14", "(2)(7)"), ("12", "3 4"), ("14", r"7 \cdot 2"), ("14", r"7 \times 2"), ("14", "28 - 14"), ("-6", r"-2 \cdot 3"), ("0", "x^2 - x^2"),
+         ("14", "12+2+0x"), ("14", "e^0*12+2"), ("6", "7-10^0"), ("x=14", "x=12+2"), ("14", r"\Add{12}{2}"), ("12", r"\Mult{3}{4}"),
          # expressions
          (r"\sqrt{2}", "1.41"), (r"\sqrt{8}", r"3\sqrt2"), ("x", r"\sqrt{x^2}"), ("x^2-9", "(x+3)(x+3)"), ("2x", "x^2"), ("x", "y"), ("X", "x+1"),
          (r"\sin x", r"\cos x"), (r"\log_2 8", "4"), ("10^{-40}", "10^{-41}"), ("10^{999999999}", "10^{999999998}"), ("9^{9^{9^{9}}}", "9"),
          ("0", "e^{-100000}"), (r"\frac{7}{0}", r"\frac{8}{0}"), ("3+4i", "3-4i"), (r"\frac{\pi}{6}", r"30^\circ"), ("live", "evil"), ("24", "4! + 0"),
+         (r"\cos 2\pi x", "x"), (r"\sin x^2", r"\sin^2 x"), (r"\cos 2\theta", r"\theta\cos(2)"), ("the cat", "tac the"), ("B", "1B"), ("2^{100}", "2^{100}-1"),
+         ("2^{100}-1", "2^{100}"), ("50!+1", "50!"), ("10^{40}+7", "10^{40}"), (r"\sum_{k=3}^{20} \ln k", r"\prod_{k=3}^{20} \ln k"), ("1:2:3", "1:3:2"), ("2:3:5", "2/15"),
+         ("-1234567890123456789012345678901234567890", "-1234567890123456789012345678901234567891"),
          # equations, inequalities, intervals
          ("2x+4y=3", "2x+4y=5"), ("x^2+y^2=4", "x^2+y^2=2"), ("2+2=5", "3=7"), ("x = 5", "x = 6"), ("5", "x + y = 5"), ("5", "2x = 5"), ("25", "x^2 = 25"),
-         (r"x \ge 5", "x > 5"), (r"x \ge 5", r"x \le 5"), ("x < 3", "x < 4"), ("(0, 1]", r"0 \le x \le 1"), ("5", r"x \ge 5"),
+         ("5", "|x| = 5"), ("x<5", "|x|<5"), (r"x \ge 5", "x > 5"), (r"x \ge 5", r"x \le 5"), ("x < 3", "x < 4"), ("(0, 1]", r"0 \le x \le 1"), ("5", r"x \ge 5"),
          (r"(-\infty, 4) \cup (4, \infty)", r"(-\infty, 4)"), ("f(x)=x, f(x)=-x", "f(x)=x, f(x)=+x"),
          # lists, both signs, matrices, bases, units
          (r"\pm 6", "6"), ("6", r"\pm 6"), ("1, 2", "1, 1, 2"), ("10", "10, 10"), (r"1 \pm \sqrt{2}", r"1+\sqrt2"), ("(1, 2, 3)", "(1, 2), 3"),
          (r"\begin{pmatrix}1\\2\end{pmatrix}", r"(1 \ 2)"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
          (r"\begin{pmatrix}1\\2\\3\end{pmatrix}", r"\begin{pmatrix}1\\3\\2\end{pmatrix}"), ("1101_2", "1101_3"), ("13", "1101_2"), ("1101_2", "1101"),
-         (r"12\text{ cm}^2", r"12\text{ cm}^3"), ("5", "5 hundred"), ("60", "60 degrees or so"), ("5 m", r"5\%")]
+         (r"12\text{ cm}^2", r"12\text{ cm}^3"), ("5", "5 hundred"), ("5", "5 trillion"), ("3", "3 xy"), ("5 cents", r"\$5"), ("60", "60 degrees or so"), ("5 m", r"5\%")]
 
 
 @pytest.mark.parametrize("gold, answer, right", [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG])
@@ -542,7 +549,7 @@ def test_rewritings_keep_or_break_the_match(gold):
 LATEX = [*r"{}[]()$^_,.=+-*/!<>|&~%'# 0123456789xyziePMπ−–😀²½٣", "\x00", "\n", '"', r"\frac", r"\frac{", r"\sqrt", r"\sqrt[", r"\boxed{", r"\text{", r"\circ", r"\left(",
          r"\right)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\pm", r"\mp", r"\log_", r"\sin^2 ", r"\infty", r"\cup", r"\le ", r"\ge ", r"\binom", "and ", "or ",
          "apples ", "not ", "x=", "f(x)=", "10^", "9^9^", "99!", "e^", "1,000", "####", "answer is ", "</think>", "True", "nan", "inf", "None", "lambda x:", "import os",
-         "__import__('os')", "open('f','w')", "().__class__", "9**9**9", "}{", "frac(", "sin**", "'1'", "1_", "x_{"]
+         "__import__('os')", "open('f','w')", "().__class__", "9**9**9", "}{", "frac(", "sin**", "'1'", "1_", "x_{", "A", "_AA", "_a"]
 
 
 def test_the_verifier_bears_hostile_text():
@@ -551,7 +558,8 @@ def test_the_verifier_bears_hostile_text():
     texts = ["".join(rng.choices(LATEX, k=rng.randrange(40))) for _ in range(3000)]
     texts += [fragment * n for fragment in LATEX for n in (50, 20_000)] + ["9" * 100_000 + "!", "(" * 10_000 + "1" + ")" * 10_000]
     texts += ["\\boxed{" + fragment * (1980 // len(fragment)) + "}" for fragment in LATEX]
-    texts += ["\\boxed{" + text + "}" for text in (",(" * 900, "1=" * 990, "9" * 1980 + "!", "9^" * 140 + "9", "10^{" * 60 + "}" * 60, "99!" * 90, "x" * 299, "-" * 299 + "1")]
+    texts += ["\\boxed{" + text + "}" for text in (",(" * 900, "1=" * 990, "9" * 1980 + "!", "9^" * 140 + "9", "10^{" * 60 + "}" * 60, "99!" * 90, "x" * 299, "-" * 299 + "1", "A" + "_AA" * 90 + "+1=5",
+                                                 "A" + "_A" * 140 + "+1<5", "a " * 140 + "=5!", r"\binom{x}{y}" * 40)]
 
     def judge_all():
         for text in texts:
