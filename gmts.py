@@ -264,10 +264,10 @@ def extract_answer(text):
         elif opened and (start := opened.pop())[0] != "{": box = text[start.end():brace.start()]
     for marker in (r"####:?", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
         if box is None and len(parts := re.split(marker, text)) > 1:
-            box = re.split(r"[.!?](?:\s|$)|\n", parts[-1].strip(" :*\n"), maxsplit=1)[0]
+            box = re.split(r"[.!?](?:\s|$)|\n", re.sub(r"^[\s:*$]*(\\\[)?\s*", "", parts[-1]), maxsplit=1)[0]
             box = re.sub(r"^The [^=]* is ", "", box)                                    # The largest n is 34
     return (box or "").strip(" *`$\n") or None
-MP = mpmath.MPContext()                              # its own digits: nobody else's precision changes
+MP = mpmath.MPContext()                              # a context of its own: nobody else's precision changes
 FUNCTIONS = {name: getattr(MP, name) for name in "sin cos tan sec csc cot exp ln sqrt fac binomial".split()}
 FUNCTIONS |= dict(Add=operator.add, Sub=operator.sub, Mult=operator.mul, Div=operator.truediv, abs=abs,
                   Pow=operator.pow, UAdd=operator.pos, USub=operator.neg, log=MP.log10, squared=lambda z: z*z,
@@ -311,7 +311,7 @@ def tidy(text):
     for pattern, new in REWRITES.items(): text = re.sub(pattern, new, text)
     return ",".join(text.replace("±", sign) for sign in "+-") if "±" in text else text
 def value(node, point):
-    """The value of an expression at one of four points for its letters: positive, negative, two complex."""
+    """An expression's value where its letters are positive, negative or complex; raises if it is large."""
     match node:
         case ast.Constant(text): return MP.mpf(text)
         case ast.Name(name):
@@ -327,7 +327,7 @@ def value(node, point):
     return result
 def fingerprint(text, digits):
     """What all spellings of an expression share: its values in so many digits; of any other text itself."""
-    MP.dps = 60
+    MP.dps = 60                                      # digits; said here because threads share the context
     code = re.sub("(.+)=(.+)", r"\1-(\2)", text).replace("}{", ",").translate(str.maketrans("{}", "()"))
     tokens = re.findall(rf"^[a-z ]{{3,}}$|{NAMED}|{GREEK}|[A-Za-z]_\w+|\d+_\w+|[\d.]+|\S", code)
     code = re.sub(rf"\b({NAMED}) (\()?", lambda m: m[1] + (m[2] or "**"), " ".join(tokens).replace("^", "**"))
@@ -338,8 +338,7 @@ def fingerprint(text, digits):
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*FUNCTIONS, *CONSTANTS}
         values = [value(tree, point) for point in range(4)] if names else [value(tree, 0)] * 4
         if "=" in text: values = [x / (values[0] - values[1]) for x in values]        # equal but for a factor
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SyntaxError, MemoryError):
-        return text
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SyntaxError): return text
     parts = ((part, abs(x)) for x in map(MP.mpc, values) for part in (x.real, x.imag))
     return " ".join(MP.nstr(part if abs(part) > size * 1e-40 else 0, digits) for part, size in parts)
 def interval(text):
@@ -584,8 +583,9 @@ def save_checkpoint(run):
     path = os.path.join(run.config.out, f"step-{run.step:06d}")
     if run.rank == 0 and not os.path.exists(path):
         for part in (run.model, run.tokenizer): part.save_pretrained(path + ".part")
-        torch.save(dict(step=run.step, rows=run.rows, masters=run.optimizer.param_groups[0]["params"],
-                        optimizer=run.optimizer.state_dict()), path + ".part/trainer.pt")
+        masters = run.optimizer.param_groups[0]["params"] if run.model.dtype != torch.float32 else []
+        torch.save(dict(step=run.step, rows=run.rows, masters=masters, optimizer=run.optimizer.state_dict()),
+                   path + ".part/trainer.pt")
         os.rename(path + ".part", path)
         for old in checkpoints(run.config.out)[:-1]: shutil.rmtree(old)
 def prepare(config):

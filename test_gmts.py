@@ -445,12 +445,18 @@ def test_the_pupil_is_careless_in_the_way_it_says():
     ("8+4+0=12 4+1+1=06 ####562", "562"),
     ("reasons\n#### $1,234\nmore", "1,234"),
     ("The answer is **42**. It was easy.", "42"),
-    ("Answer: 3.14\nbye", "3.14"),
+    ("Answer: 3.14\nbye", "3.14"), ("Answer: \\[\n 7 \n\\]", "7"), ("The answer is\n$$\n7\n$$", "7"), ("Answer: [0, 1)", "[0, 1)"), (r"\boxed 5$, since", "5"),
     ("I get 42", None), ("", None), (r"\boxed{}", None), (r"\boxed{1", None), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
     (r"\boxed{\boxed{5}}", r"\boxed{5}"),
 ])
 def test_extract_answer(completion, answer):
     assert gmts.extract_answer(completion) == answer
+
+
+def test_boxes_in_a_row_are_a_list_where_a_list_is_asked():
+    both = r"So $\boxed{2} \quad \text{and} \quad \boxed{-1}$."
+    assert gmts.is_correct(both, "-1, 2") and gmts.is_correct(r"\boxed{(1, 2)}, \boxed{(3, 4)}", "(3,4),(1,2)") and gmts.is_correct(both, "-1")
+    assert not gmts.is_correct(both, "2") and not gmts.is_correct(both, "1, 2") and not gmts.is_correct(r"\boxed{2} and so $x = \boxed{-1}$", "-1, 2")
 
 
 RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50", ".5"), ("0.50", r"\frac12"), ("0.50", "1/2"),
