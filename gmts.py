@@ -262,7 +262,7 @@ def extract_answer(text):
     for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]", text):               # one pass, linear
         if brace[0] != "}": opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{": box = text[start.end():brace.start()]
-    for marker in (r"####:?", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
+    for marker in (r"####:?(?!.{,30}[Aa]nswer)", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
         if box is None and len(parts := re.split(marker, text)) > 1:
             box = re.split(r"[.!?](?:\s|$)|\n", re.sub(r"^[\s:*$]*(\\\[)?\s*", "", parts[-1]), maxsplit=1)[0]
             box = re.sub(r"^The [^=]* is ", "", box)                                    # The largest n is 34
@@ -271,7 +271,7 @@ MP = mpmath.MPContext()                              # a context of its own: nob
 FUNCTIONS = {name: getattr(MP, name) for name in "sin cos tan sec csc cot exp ln sqrt fac binomial".split()}
 FUNCTIONS |= dict(Add=operator.add, Sub=operator.sub, Mult=operator.mul, Div=operator.truediv, abs=abs,
                   Pow=operator.pow, UAdd=operator.pos, USub=operator.neg, log=MP.log10, squared=lambda z: z*z,
-                  frac=operator.truediv, mixed=lambda n, a, b: n + a / b, root=lambda n, z: z ** (1 / n))
+                  frac=operator.truediv, mixed=lambda n, a, b: n + a/b / (a < b), root=lambda n, z: z**(1/n))
 CONSTANTS, NAMED = dict(pi=MP.pi, e=MP.e, i=MP.j), "|".join(filter(str.islower, FUNCTIONS))
 TRIG, GREEK = "(sin|cos|tan|sec|csc|cot|ln|log)", "pi|alpha|beta|gamma|theta|lambda|mu|phi|omega"
 REWRITES = {                                                            # applied in this order
@@ -279,31 +279,31 @@ REWRITES = {                                                            # applie
     r"(?<!\\)\\\\(?=[A-Za-z]{2})": r"\\", r"\\[dtc](?=frac)": r"\\", r"\\\$ ?([\d.,]*\d)": r"\1 dollars",
     r"\\(?:text\w*|mathrm|mathbf|[mh]box|boxed)\s*\{([^{}]*)\}(?:\^\{?([23])\}?)?": r" \1\2 ",        # cm^2
     r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[()\[\]{}]|(?<=[\d})]) ?(?:\\approx|≈).*": "",
-    r"(?<!\\)\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*(?= *$)": " ", r"\*\*": "^", " +": " ", "[−–]": "-",
+    r"(?<!\\)\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*(?= *$)": " ", r"\*\*": "^", r"\s+": " ", "[−–]": "-",
     r"(?<!\\)[A-Z][a-z]+": lambda word: word[0].lower(), "['\"]": "′", r"\\(?:[lr]?vert|mid)": "|",
     r"^[^,]*(?:\\(?:lim|sum|prod|int|bmod)|\{vmatrix)[^,]*=(?![^{}]*\})": "",           # \lim ... = 5 -> 5
     r"[(\[]?\\begin\{\w+\}(?:\{[lcr| ]*\})?": "[", r"(?:\\\\\s*)?\\end\{\w+\}[)\]]?": "]", r"\\\\": "#",
     r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b": "°", r"\\?%|\b(?:percent(?:age)?|pct)\b": "%", r"\\in\b": "=",
-    r";|\\cup|,? *\b(and|or)\b": ",", r"=[^,=]*(?==)": "", r"\\infty|∞": "oo", "π": r"\\pi ", "√": r"\\sqrt",
+    r";|\\cup|,? *\b(and|or)\b": ",", r"=[^,=]*(?==)": "", r"\\infty|∞": "oo", "π": r"\\pi ",
     r"\\(?:cdot|times)|[×·]": "*", r"\\div|:(?![^:=]*:)": "/", r"\\pm": "±", r"\\lt\b": "<", r"\\gt\b": ">",
-    r"\\leq?(slant)?\b|<=": "≤", r"\\geq?(slant)?\b|>=": "≥", r"\\([dt]?binom)": r"\\binomial",
-    r"\\(frac|binomial|sqrt) ?(\d)": r"\\\1{\2}", r"(\\frac\{[^{}]*\}) ?(\d)": r"\1{\2}",            # \frac12
+    r"\\leq?(slant)?\b|<=": "≤", r"\\geq?(slant)?\b|>=": "≥", r"√(\d+)": r"\\sqrt{\1}", "√": r"\\sqrt",
+    r"\\[dt]?binom": r"\\binomial", r"\\(frac|binomial|sqrt) ?(\d)": r"\\\1{\2}",                    # \frac12
+    r"(frac\{[^{}]*\}) ?(\d)": r"\1{\2}", r"\\sqrt ?\[(.*?)\]": r"\\root{\1}", r"\|([^|]+)\|": r"\\abs{\1}",
     r"(?<![\d.^_])(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))": r"\\mixed{\1}{\2\4}{\3\5}",     # 2 3/4
-    r"\\log ?_ ?(\w|\{[^{}]*\}) ?(\d+|\w|\{[^{}]*\}|\([^()]*\))": r"\\frac{\\log{\2}}{\\log{\1}}",
-    r"\\sqrt ?\[([^\[\]]*)\]": r"\\root{\1}", r"\|([^|]+)\|": r"\\abs{\1}", r"_ ?\{(\w+)\}": r"_\1",
-    rf"{TRIG} ?\^ ?(?:2|\{{2\}})": r"squared \1", r"((?<!\d)\d+|\([^()]*\))!": r"\\fac{\1}",
-    rf"{TRIG}((?: ?(?:\d|[a-z](?![a-z])|\\(?:{GREEK}))(?:\^(?:\w|\{{\w+\}}))?)+)": r"\1{\2}",        # \sin 2x
+    r"\\log ?_ ?(\w|\{[^{}]*\}) ?([\d.]*\d|\w|\{[^{}]*\}|\([^()]*\))": r"\\frac{\\log{\2}}{\\log{\1}}",
+    rf"{TRIG} ?\^ ?(2|\{{2\}})": r"squared \1", r"(\b\d+|\([^()]*\))!": r"\\fac{\1}", r"_ ?\{(\w+)\}": r"_\1",
+    rf"{TRIG}((?: ?(?:\.?\d|[a-z](?![a-z])|\\(?:{GREEK}))(?:\^(?:\w|\{{\w+\}}))?)+)": r"\1{\2}",   # \sin 2x
     r"(?<=[\w)}]) *\\(?=[a-z])": "*", r"\\": "", r" ?([-+*^,()\[\]/=<>≤≥&#%°]) ?|(?<![., ])[., ]+$|^ ": r"\1",
-    r"^\{([^{}]*,[^{}]*)\}$|(?<![^,])\((-?[\w./]+)\)(?![^,])": r"\1\2"}                 # {1, 2}, (5) -> 5
+    r"^\{([^{}]*,[^{}]*)\}$|(?<![^,])\((-?[\w./]+)\)(?![^,])": r"\1\2", rf"{TRIG}\*": r"\1 "}       # (5) -> 5
 UNIT = (rf"(?:(?<=[\d)}}])|(?<=pi))(?: |(?=[ckm]m|kg|ft|[%°]))(?!{NAMED}|.*\b(?:not|hal[fv]|dozen|hundred|"
         r"over|point|tenth|thousand|[a-z]*illion|times|plus|minus|wrong))"
         r"((?:[a-z]{3,}?|[ckm]m|kg|ft|in|mi|lb|oz|hr|[ghlm%°])(?:[ /][a-z]+?)*?[23]?)s? *$")
-SUM = r"[\d)}](?:\*(?!10\^)|[+-]|\(| \d)"                               # 3*4+2, but not 3*10^2
+SUM = r"[\d.)}](?:\*(?!10\^)|[+-]|\(| \d)|[)}]\d|\d\{"                 # 3*4+2, but not 3*10^2
 NAME = (rf"(?:[a-z](?:_\w+)?(?:\(\w\))?|[a-z ]{{4,}}|{GREEK}|[A-Z](?:[A-Z/_]|(?<=_)[a-z\d]+)*(?:\(\w\))?|"
         r"\([a-z](?:,[a-z])*\)|(?:abs|frac)[{A-Z}]+)")                  # x_1, f(x), AB/CD, (x, y), |AB|
 SOLVED = (rf"(?:^|(?<=,)){NAME}=|={NAME}$|^(?:[^A-Za-z=,]|{NAMED}|pi|[ei](?![a-z]))*=" # x = 5, 5 = x, 2 + 3 =
           "(?!.*(?<![A-Za-z])[A-Za-df-hj-z](?![A-Za-z]))")
-NEXT_BOX = r"\}[\s$.]*(?:(?:\\q?quad|\\text\{|\\[()\[\],;]|,|;|and|or)[\s$}]*)+\\boxed\s*\{"
+NEXT_BOX = r"\}[\s$.]*(?:(?:\\q?quad|\\text\{|\\[()\[\],;]|,|;|and|or)[\s$}]*){1,9}\\boxed\s*\{"
 CHOICE = r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$"               # (B) 19
 @functools.lru_cache(10_000)
 def tidy(text):
@@ -342,7 +342,7 @@ def fingerprint(text, digits):
     parts = ((part, abs(x)) for x in map(MP.mpc, values) for part in (x.real, x.imag))
     return " ".join(MP.nstr(part if abs(part) > size * 1e-40 else 0, digits) for part, size in parts)
 def interval(text):
-    """x>=5 and 5<=x as [5,oo), 0<x<=1 as (0,1]; any other text as it is."""
+    """x>=5 and 5<=x as [5,oo), 0<x<=1 as (0,1], any other x>y as y<x."""
     text = "".join(re.split("([>≥])", text)[::-1]).translate(str.maketrans(">≥", "<≤"))
     m = set(text) & set("<≤") and re.fullmatch(rf"(?:([^<≤]+)([<≤]))?{NAME}(?:([<≤])([^<≤]+))?", text)
     return f"{'(['[m[2] == '≤']}{m[1] or '-oo'},{m[4] or 'oo'}{')]'[m[3] == '≤']}" if m else text
@@ -353,14 +353,14 @@ def answers_match(answer, gold):
     if re.fullmatch("[A-Z]", gold): return tidy(re.sub(CHOICE, r"\1", answer)).lower() == gold.lower()
     a, g = tidy(answer), tidy(gold)
     if a.lower() == g.lower() or not g: return bool(g)
-    if max(len(a), len(g)) > 300: return False
+    if max(len(a), len(g)) > 250: return False
     units = [unit and unit[1] for unit in (re.search(UNIT, text) for text in (a, g))]
     a, g = (re.sub(UNIT, "", text) for text in (a, g))
     if ("=" in a) != ("=" in g): a, g = re.sub(SOLVED, "", a), re.sub(SOLVED, "", g)
     a, g = (",".join(map(interval, text.split(","))) for text in (a, g))
     if all(units) and units[0] != units[1] or ("," in a) != ("," in g): return False
     if re.fullmatch(rf"(?:{NAME}=)?-?[\d.]+", g) and re.search(SUM, a): return False    # the question, boxed
-    digits = 45 if ("." in a) == ("." in g) or re.fullmatch(r"-?\d+|.*=.*", g) else 7   # 1.41421356 is \sqrt2
+    digits = 45 if ("." in a) == ("." in g) or re.search(r"^-?\d+;|;-?\d+$|=", f"{a};{g}") else 7     # \sqrt2
     def canonical(text):
         parts = re.split(r"([,&#()\[\]])", text) if set(text) & set(",&#") else [text]
         parts[::2] = [fingerprint(part, digits) for part in parts[::2]]
