@@ -33,8 +33,8 @@ def explain(what):
     except Exception as error: raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
 # ---- Configuration: the only source of settings. Each field is a flag; the demo has defaults of its own ----
 SELECTORS = ("gmts", "entropy", "exact", "random", "all")
-def flag(default, help, low=None, choices=None, **demo):
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices, **demo})
+def flag(default, help, low=None, choices=None, demo=None):
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices, "demo": demo})
 @dataclass
 class Config:
     model: str = flag("demo", "hub name, local folder, or demo: a 242k-parameter adder made on the spot")
@@ -194,7 +194,7 @@ class Batch:
     stats: torch.Tensor             # (3, N, T) logprobs, entropy, grad_norm under the policy that sampled
 
 def micro_batches(batch, lengths, budget):
-    """Packs answers of lengths (N,) by tokens, prompts included -> lists of rows; 0 stays out."""
+    """Packs rows of lengths (N,) > 0 by tokens -> lists; a group, which shares its prompt, side by side."""
     lengths, owner, packs, groups = lengths.tolist(), batch.owner.tolist(), [], set()
     longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
     for length, group, row in sorted((longest[g], g, i) for i, g in enumerate(owner) if lengths[i]):
@@ -366,7 +366,7 @@ def answers_match(answer, gold):
         parts[::2] = [fingerprint(part, digits) for part in parts[::2]]
         return sorted(re.split(r",(?![^(\[]*[)\]])", "".join(parts)))   # a list; in brackets the order counts
     texts = {a} | {f"({a}){op}100" for op, unit in zip("/*", units) if unit == "%" and not all(units)}
-    return any(canonical(text) == canonical(g) for text in texts)
+    return canonical(g) in map(canonical, texts)
 def is_correct(completion, gold):
     """The reward: is the completion's answer right? Boxes in a row are one list, if that is what is asked."""
     texts = dict.fromkeys((completion, re.sub(NEXT_BOX, ", ", completion)))
@@ -720,8 +720,8 @@ def parse(argv):
     if first.resume:
         with explain("--resume needs a run with a checkpoint"), open(first.out + "/config.json") as file:
             saved = json.load(file) | {"resume": bool(checkpoints(first.out)[-1])}
-    demo = {f.name: f.metadata["demo"] for f in options if "demo" in f.metadata and first.model == "demo"}
-    parser.set_defaults(**saved or demo)
+    demo = {f.name: f.metadata["demo"] for f in options if f.metadata["demo"] is not None}
+    parser.set_defaults(**saved or (demo if first.model == "demo" else {}))
     config = Config(**vars(parser.parse_args(argv)))
     for f, option in options.items():
         value, low = getattr(config, f.name), f.metadata["low"]
