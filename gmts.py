@@ -1,749 +1,1651 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
 """GMTS: reinforcement learning on the fifth of the sampled tokens that would move the model most.
 
-A language model answers each question several times, a verifier calls each answer right or wrong, and the
-policy gradient makes the tokens of better answers likelier. Most tokens hardly matter: their gradient is near
-zero. Gradient Magnitude-based Token Selection (arXiv 2608.30632) estimates its size for each token,
-    delta_t = |H_t * omega_t|     H_t: the policy's entropy at t     omega_t: the factor of grad log pi(y_t)
-and trains on the 20% with the largest delta. Where this file leaves the paper: groups without signal (answers
-all equally good) leave the batch before the ranking, for every selector alike; ranking and denominator are of
-the whole batch, as in the paper's text (its code ranks inside each question and divides by all tokens);
-`exact` puts the true norm of the logits' gradient in the place of H; one recipe for all, lr 1e-6 and no KL.
-Shapes: P prompts, G answers to each, N = P*G, L prompt and T answer tokens, V vocabulary, D width, K chosen.
+A language model answers each question several times, a verifier calls each answer right or wrong,
+and the policy gradient makes the tokens of better answers likelier. Most tokens hardly matter:
+their gradient is near zero. Gradient Magnitude-based Token Selection (GMTS, arXiv 2608.30632)
+estimates the size of every token's gradient without a backward pass,
+
+    delta_t = | H_t * omega_t |     H_t      entropy of the policy at token t
+                                    omega_t  factor of grad log pi(y_t) in the objective
+
+and trains on the 20% of the tokens with the largest delta. Entropy can stand in for the norm of
+grad log pi: at the logits its mean square is 1 - sum pi^2, which is at most 1 - exp(-H).
+
+Where this file departs from the paper:
+1. Groups whose answers are all equally good, which carry no signal, leave the batch before the
+   ranking, for every selector: 20% means 20% of the tokens that can teach something.
+2. Ranking and denominator are of the whole batch, as in the paper's text. (The authors' code ranks
+   inside each question and divides by all tokens.) A token with a score of 0 is never kept.
+3. `--select exact` ranks by the true norm of the gradient at the logits instead of H.
+4. One recipe for every model but the demo: learning rate 1e-6, and no KL term without --beta.
+
+Sections: 1 the formulas, 2 sampling, 3 the update, 4 the training loop; that is the method. Then
+5 settings, 6 data and models, 7 the demo, 8 the verifier, each of which can be skipped.
+
+Letters for shapes: P prompts, G answers to each, N = P * G answers in all, L prompt tokens,
+T answer tokens, V vocabulary, D width of the model, K kept tokens.
 """
-import argparse, ast, contextlib, csv, functools, glob, hashlib, inspect, json, math, operator, os, random, re
-import resource, runpy, shutil, signal, sys, time
-from dataclasses import asdict, dataclass, field, fields
+
+import argparse
+import cmath
+import contextlib
+import csv
+import functools
+import inspect
+import json
+import math
+import operator
+import os
+import random
+import re
+import runpy
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-import mpmath
+from pathlib import Path
+
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, set_seed
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_seed
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-class BadInput(ValueError): """Something that the user can mend: one line on stderr and exit status 2."""
-@contextlib.contextmanager
-def explain(what):
-    """Whatever fails inside is for the user to mend; `what` says where."""
-    try: yield
-    except Exception as error: raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
-# ---- Configuration: the only source of settings. Each field is a flag; the demo has defaults of its own ----
-SELECTORS = ("gmts", "entropy", "exact", "random", "all")
-def flag(default, help, low=None, choices=None, demo=None):
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices, "demo": demo})
-@dataclass
-class Config:
-    model: str = flag("demo", "hub name, local folder, or demo: a 242k-parameter adder made on the spot")
-    data: str = flag("gsm8k", "gsm8k, math, demo, or a .jsonl or .json file with answers", demo="demo")
-    eval_data: str = flag("", "the same to evaluate on; if empty, its own test set or a held-out tenth")
-    prompt: str = flag("{question}\nPlease reason step by step, and put your final answer in \\boxed{}.\n",
-                       "what the model is asked; {question} is put in", demo="{question}")
-    reward: str = flag("", "FILE.py:FUNCTION, f(completion, answer) -> number; if empty, the verifier")
-    select: str = flag("gmts", "what ranks the tokens", choices=SELECTORS)
-    fraction: float = flag(0.2, "share of the tokens to train on", 0)
-    prompts: int = flag(32, "questions a step (P), at least one a process", int(os.getenv("WORLD_SIZE", "1")))
-    samples: int = flag(16, "answers to each question (G)", 2, demo=8)
-    max_tokens: int = flag(512, "longest answer in tokens (T)", 1, demo=34)
-    temperature: float = flag(1.0, "of sampling, and of evaluation with several samples", 1e-6)
-    lr: float = flag(1e-6, "learning rate of AdamW", 0, demo=3e-4)
-    lr_end: float = flag(1.0, "share of it that is left in the last step, after a linear decay", 0, demo=0.1)
-    warmup: int = flag(10, "steps of linear warm-up", 0, demo=5)
-    steps: int = flag(200, "rollouts to train on", 0, demo=300)
-    updates: int = flag(1, "optimizer steps a rollout, each on a part of its groups", 1)
-    beta: float = flag(0.0, "weight of the KL term against the initial model", 0)
-    clip_low: float = flag(0.2, "the ratio is clipped below 1 - this", 0)
-    clip_high: float = flag(0.28, "the ratio is clipped above 1 + this", 0)
-    micro_tokens: int = flag(8192, "tokens in one forward and backward pass; lower it if memory runs out", 1)
-    grad_clip: float = flag(1.0, "largest gradient norm; inf: no limit", 1e-9)
-    eval_every: int = flag(20, "steps between evaluations; 0: only before and after", 0, demo=60)
-    eval_size: int = flag(500, "questions to evaluate on", 1, demo=1000)
-    eval_samples: int = flag(1, "answers to each: 1 is greedy, K gives mean accuracy and pass@K", 1)
-    save_every: int = flag(20, "steps between checkpoints", 1)
-    seed: int = flag(0, "of everything random", 0)
-    out: str = flag("", "folder of the run; if empty, runs/MODEL-SELECT-SEED-TIME")
-    audit: int = flag(0, "instead of training, hold the scores of so many tokens against true gradients", 0)
-    show: bool = flag(False, "after each evaluation print two sampled answers with their kept tokens marked")
-    resume: bool = flag(False, "go on from the last checkpoint in --out, with that run's settings")
-    device: str = flag("auto", "cpu, cuda, ...; auto takes a GPU where there is one")
-    dtype: str = flag("auto", "weights; auto: bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
-# ---- Sampling: our own short loop, whose logits give every token's statistics for free ---------------------
-def in_chunks(function, vocabulary, *tensors, least=128):
-    """`function` of a few rows at a time, its results joined along the last axis: memory does not grow."""
-    rows = max(least, 2**(20 if tensors[0].device.type == "cpu" else 26) // vocabulary)
-    return torch.cat([function(*chunk) for chunk in zip(*(x.split(rows) for x in tensors))], dim=-1)
+# ---- 1 The formulas: tensors in, tensors out; each can be pasted alone ---------------------------
+
+
+def group_advantages(rewards):
+    """How much better an answer is than its group: rewards (P, G), finite -> advantages (P, G).
+
+        A = (r - mean) / (std + 1e-6)     population std of the group     GRPO, arXiv 2402.03300
+
+    Exactly 0 where a group's rewards are all equal: a rounded mean must not make a signal.
+    """
+    rewards = rewards.float()  # (P, G)
+    mean = rewards.mean(dim=1, keepdim=True)  # (P, 1)
+    std = rewards.std(dim=1, keepdim=True, correction=0)  # (P, 1)
+    all_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # (P, 1)
+    return torch.where(all_equal, 0.0, (rewards - mean) / (std + 1e-6))  # (P, G)
+
 
 def token_stats(logits, tokens, temperature=1.0):
-    """logits (..., V) that predict tokens (...) in [0, V) -> logprob, entropy (nats), grad_norm: float32.
-    All belong to pi = softmax(logits / temperature). With e_y the one-hot vector of the token y,
-        grad_norm = ||d log pi(y) / d logits|| = ||e_y - pi|| / temperature
-    where 1 - pi_y is taken as the sum of the other pi: no cancellation where pi_y is nearly 1."""
-    def of_rows(logits, tokens):
-        logp = (logits.float() / temperature).log_softmax(dim=-1)                           # (rows, V)
-        probs, y = logp.exp(), tokens[:, None]  # (rows, V), (rows, 1)
-        entropy = -(probs * logp.clamp_min(-1e30)).sum(dim=-1)   # -1e30: 0 * -inf is NaN      (rows,)
-        others = probs.scatter(-1, y, 0.0)                                                  # (rows, V)
-        norm = (others.sum(dim=-1).square() + others.square().sum(dim=-1)).sqrt() / temperature
-        return torch.stack([logp.gather(-1, y)[:, 0], entropy, norm])                       # (3, rows)
-    stats = in_chunks(of_rows, logits.shape[-1], logits.flatten(0, -2), tokens.flatten(), least=1)  # (3, all)
-    return stats.view(3, *tokens.shape).unbind()
-def draw(logits, temperature):
-    """A token for each row of logits (n, V) by the inverse CDF -> (n,); temperature 0 takes the likeliest."""
-    def of_rows(logits):
-        cdf = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)                 # (rows, V)
-        point = torch.rand_like(cdf[:, :1]).clamp_max(1 - 1e-6) * cdf[:, -1:]               # (rows, 1)
-        return torch.searchsorted(cdf, point, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
-    return in_chunks(of_rows, logits.shape[-1], logits, least=1) if temperature > 0 else logits.argmax(dim=-1)
-def forward(module, ids, mask, positions, cache=None, **more):
-    """A pass of a transformers model -> output, key/value cache (once called past_key_values)."""
-    name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
-    more |= {name: cache, "use_cache": True}
-    output = module(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
-    return output, output[name]
+    """Log-probability, entropy and gradient norm of each token, float32.
 
-@torch.no_grad()
-def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temperature):
-    """Samples answers to left-padded prompts (P, L) -> tokens, mask, logprob, entropy, grad_norm, all (N, T).
-    Rows i*G to i*G+G-1 answer prompt i, an end token (of `stop_ids`) included. Temperature 0 is greedy."""
-    device, width, count = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * samples
-    stop, every = torch.tensor(sorted(stop_ids), device=device), 1 if device.type == "cpu" else 8
-    tokens = stop[0].repeat(count, max_tokens)                                              # (N, T)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)                                       # (N, T)
-    stats = torch.zeros(3, count, max_tokens, device=device)                                # (3, N, T)
-    rows, running = torch.arange(count, device=device), torch.ones(count, dtype=torch.bool, device=device)
-    positions = (prompt_mask.cumsum(1) - 1).clamp_min(0)                                    # (P, L)
-    output, cache = forward(model, prompt_ids, prompt_mask, positions, logits_to_keep=1)
-    cache.batch_select_indices(rows // samples)      # a prompt is computed once for its G answers
-    logits, positions = output.logits[rows // samples, -1], positions[rows // samples, -1:]  # (N, V), (N, 1)
-    seen = F.pad(prompt_mask, (0, max_tokens), value=1)[rows // samples]                    # (N, L+T)
-    for t in range(max_tokens):                      # rows (n,): the answers still in the batch
-        token = draw(logits, temperature)                                                   # (n,)
-        stats[:, rows, t] = torch.stack(token_stats(logits, token, temperature or 1.0))     # (3, n)
-        tokens[rows, t], mask[rows, t] = token, running
-        running = running & ~torch.isin(token, stop)                                        # (n,)
-        if t % every == 0 and not running.all():     # ended answers leave: the cost is the sum of the lengths
-            stay = running.nonzero()[:, 0]           # (looking at `running` makes a CPU wait for its GPU)
-            rows, token, positions, seen, running = (x[stay] for x in (rows, token, positions, seen, running))
-            cache.batch_select_indices(stay)
-        if t + 1 == max_tokens or len(rows) == 0: break
-        output, cache = forward(model, token[:, None], seen[:, :width + t + 1], positions + t + 1, cache)
-        logits = output.logits[:, -1]                                                       # (n, V)
-    return tokens[:, :t + 1], mask[:, :t + 1], *(stats * mask)[:, :, :t + 1]
-# ---- The algorithm, from rewards to the gradient. Down to policy_loss it is pure: tensors in, tensors out --
-def group_advantages(rewards):
-    """How much better an answer is than its group: rewards (P, G), finite -> advantages (P, G), float32.
-        A = (r - mean) / (std + 1e-6)        with the group's population std        (GRPO, arXiv 2402.03300)
-    Exactly 0 where a group's rewards are all equal (a rounded mean would make a signal): so for G = 1."""
-    rewards = rewards.float()                                                               # (P, G)
-    scale = rewards.std(dim=1, keepdim=True, correction=0) + 1e-6                           # (P, 1)
-    equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)                            # (P, 1)
-    return torch.where(equal, 0.0, (rewards - rewards.mean(dim=1, keepdim=True)) / scale)   # (P, G)
+    logits (..., V) predict tokens (...) in [0, V) -> three tensors (...). With
+    pi = softmax(logits / temperature), y the token and e_y its one-hot vector:
 
-def policy_weight(logprobs, old_logprobs, advantages, clip_low=.2, clip_high=.28, ref_logprobs=None, beta=0.):
-    """The factor of grad log pi(y_t) in the objective, not detached: (N, T) tensors, or A (N, 1) -> (N, T).
-        omega = r * 1[not clipped] * A + beta * (pi_ref / pi - 1)     r = pi / pi_old     pi_ref: if beta > 0
-    clipped: r > 1 + clip_high where A > 0, r < 1 - clip_low where A < 0 (PPO's rule with DAPO's bounds)."""
+        logprob         = log pi(y)
+        entropy         = - sum pi log pi                                           in nats
+        logit_grad_norm = || d log pi(y) / d logits || = || e_y - pi || / temperature
+                        = sqrt( (1 - pi(y))^2 + sum of the other pi^2 ) / temperature
+    """
+    logp = (logits.float() / temperature).log_softmax(dim=-1)  # (..., V)
+    probs = logp.exp()  # (..., V)
+    y = tokens.unsqueeze(-1)  # (..., 1)
+    logprob = logp.gather(-1, y).squeeze(-1)  # (...)
+    # A forbidden token has pi = 0 and log pi = -inf, whose product would be NaN.
+    entropy = -(probs * logp.clamp_min(-1e30)).sum(dim=-1)  # (...)
+    # 1 - pi(y) is taken as the sum of the others: no cancellation where pi(y) is nearly 1.
+    others = probs.scatter(-1, y, 0.0)  # (..., V)
+    logit_grad_norm = torch.hypot(others.sum(dim=-1), others.norm(dim=-1)) / temperature  # (...)
+    return logprob, entropy, logit_grad_norm
+
+
+def policy_weight(
+    logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.28, ref_logprobs=None, beta=0.0
+):
+    """The factor of grad log pi(y_t) in the objective: tensors of one shape -> omega, that shape.
+
+        omega = r * A * 1[not clipped] + beta * (pi_ref / pi - 1)     r = pi / pi_old
+
+    Clipped: r > 1 + clip_high where A > 0, r < 1 - clip_low where A < 0 (PPO with DAPO's bounds).
+    On policy (--updates 1, the default) r is 1, nothing is clipped, and without KL omega is A.
+    """
     ratio = (logprobs - old_logprobs).exp()
-    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    weight = torch.where(clipped, 0.0, ratio * advantages)
-    return weight if beta == 0 else weight + beta * ((ref_logprobs - logprobs).exp() - 1)
+    too_high = (advantages > 0) & (ratio > 1 + clip_high)
+    too_low = (advantages < 0) & (ratio < 1 - clip_low)
+    omega = torch.where(too_high | too_low, 0.0, ratio * advantages)
+    if beta > 0:
+        omega = omega + beta * ((ref_logprobs - logprobs).exp() - 1)
+    return omega
 
-def token_scores(select, entropy, grad_norm, weight):
-    """What tokens are ranked by: tensors of one shape (None if not used) -> scores >= 0, larger is better."""
-    if select == "gmts": return entropy * weight.abs()          # delta = |H * omega|         arXiv 2608.30632
-    if select == "entropy": return entropy                      # H alone, the "80/20 rule"   arXiv 2506.01939
-    if select == "exact": return grad_norm * weight.abs()       # the norm itself, at the logits
-    if select == "random": return 1 - torch.rand_like(entropy)  # in (0, 1]: a 0 would never be chosen
-    if select == "all": return torch.ones_like(entropy)         # plain GRPO, with fraction 1
-    raise BadInput(f"unknown selector {select!r}; choose from {', '.join(SELECTORS)}")
+
+def token_scores(select, entropy, logit_grad_norm, omega):
+    """What tokens are ranked by: tensors of one shape -> scores >= 0 of that shape."""
+    if select == "gmts":
+        return entropy * omega.abs()  # delta = |H * omega|, arXiv 2608.30632
+    if select == "entropy":
+        return entropy  # H alone, the "80/20 rule", arXiv 2506.01939
+    if select == "exact":
+        return logit_grad_norm * omega.abs()  # the true norm of the gradient at the logits
+    if select == "random":
+        return 1 - torch.rand_like(entropy)  # in (0, 1]: a score of 0 is never kept
+    if select == "all":
+        return torch.ones_like(entropy)  # every token, with fraction 1
+    raise ValueError(f"unknown selector {select!r}: gmts, entropy, exact, random or all")
+
 
 def select_top(scores, mask, fraction):
-    """The ceil(fraction * mask.sum()) highest scores among `mask`, if positive; of equal ones the earlier.
-    scores float (NaN: never), mask bool (no group without signal) of one shape, fraction a number in (0, 1]
-    -> keep, bool. By rank: a quantile as threshold keeps all if most scores are 0; 35 * 0.2 would make 8."""
-    count = math.ceil(Fraction(str(fraction)) * int(mask.sum()))
-    scores = torch.where(mask & (scores > 0), scores, 0.0).flatten()
-    if count == 0: return torch.zeros_like(mask)
-    threshold = scores.topk(count, sorted=False).values.min()
-    above, ties = scores > threshold, (scores == threshold) & (scores > 0)
-    return (above | ties & (ties.cumsum(0) <= count - above.sum())).view_as(mask)
+    """The ceil(fraction * tokens) highest scores among the tokens in mask.
 
-def policy_loss(logprobs, old_logprobs, advantages, denominator, clip_low, clip_high, ref_logprobs=None,
-                beta=0.0):
-    """The clipped objective of the given tokens, negated, over `denominator` > 0, its kept tokens.
-        - sum_t [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - beta (e^d - d - 1) ] / denominator
-    d = log pi_ref - log pi: the last term estimates KL(pi || pi_ref) (k3, joschu.net/blog/kl-approx.html).
-    Tensors of one shape, no padding -> scalar, its gradient -sum(policy_weight d logprobs) / denominator."""
+    scores and mask (bool) of one shape, 0 < fraction <= 1 -> keep (bool), that shape. Of equal
+    scores the earlier wins; 0 is never kept; NaN ranks first, so that it shows in the gradient.
+    Ranks, not a quantile: if most scores are 0, all are >= their 80% quantile.
+    """
+    count = math.ceil(round(fraction * int(mask.sum()), 6))  # 0.2 * 35 is 7.000000000000001
+    ranked = torch.where(mask, scores, 0.0).flatten()  # (M,)
+    order = ranked.argsort(descending=True, stable=True)  # (M,)
+    keep = torch.zeros_like(ranked, dtype=torch.bool)  # (M,)
+    keep[order[:count]] = True
+    return (keep & ~(ranked <= 0)).view_as(mask)
+
+
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    advantages,
+    denominator,
+    clip_low,
+    clip_high,
+    ref_logprobs=None,
+    beta=0.0,
+):
+    """The clipped objective of the kept tokens, negated: tensors of one shape -> scalar.
+
+       - sum [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - beta (e^d - d - 1) ] / denominator
+
+    denominator: the kept tokens of the whole batch. d = log pi_ref - log pi; its term estimates
+    KL(pi || pi_ref) at the kept tokens (k3, joschu.net/blog/kl-approx.html). The gradient is
+    - sum omega grad log pi / denominator.
+    """
     ratio = (logprobs - old_logprobs).exp()
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if beta != 0: objective = objective - beta * ((d := ref_logprobs - logprobs).exp() - d - 1)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if beta > 0:
+        d = ref_logprobs - logprobs
+        objective = objective - beta * (d.exp() - d - 1)
     return -objective.sum() / denominator
+
+
+# ---- 2 Sampling: a plain loop whose logits give every token's statistics for free ----------------
+
 
 @dataclass
 class Batch:
-    """A rollout: what was asked, what was answered, and what is known of it."""
-    prompt_ids: torch.Tensor        # (P, L) padded on the left
-    prompt_mask: torch.Tensor                                                               # (P, L)
-    owner: torch.Tensor             # (N,) the prompt of each answer
-    advantages: torch.Tensor                                                                # (N,)
-    tokens: torch.Tensor            # (N, T) padded on the right
-    mask: torch.Tensor                                                                      # (N, T)
-    stats: torch.Tensor             # (3, N, T) logprobs, entropy, grad_norm under the policy that sampled
+    """A rollout: P prompts, G sampled answers to each, and what is known about every token."""
 
-def micro_batches(batch, lengths, budget):
-    """Packs rows of lengths (N,) > 0 by tokens -> lists; a group, which shares its prompt, side by side."""
-    lengths, owner, packs, groups = lengths.tolist(), batch.owner.tolist(), [], set()
-    longest = {group: max(n for n, o in zip(lengths, owner) if o == group) for group in set(owner)}
-    for length, group, row in sorted((longest[g], g, i) for i, g in enumerate(owner) if lengths[i]):
-        groups.add(group)
-        if not packs or (len(packs[-1]) + 1) * length + len(groups) * batch.prompt_ids.shape[1] > budget:
-            packs, groups = packs + [[]], {group}
-        packs[-1].append(row)
-    return packs
-def masked_states(model, batch, mask, budget):
-    """Yields for each micro-batch the place of its tokens in `mask` (N, T), (row (K,), column (K,)), and the
-    states (K, D) that predict them. Answers without such a token stay out, others end at the last. A prompt
-    is computed once for its answers, in the backward pass too: the gradient of an index is a sum."""
-    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)   # (N,)
-    for pack in micro_batches(batch, lengths, budget):
-        rows, length = torch.tensor(pack, device=mask.device), int(lengths[pack].max())     # (n,)
-        prompts, owner = torch.unique(batch.owner[rows], return_inverse=True)               # (p,), (n,)
-        width = int(batch.prompt_mask[prompts].sum(1).max())
-        seen = batch.prompt_mask[prompts, -width:]                                          # (p, L)
-        positions = (seen.cumsum(1) - 1).clamp_min(0)                                       # (p, L)
-        output, cache = forward(model.get_decoder(), batch.prompt_ids[prompts, -width:], seen, positions)
-        hidden = output.last_hidden_state[owner, -1:]                                       # (n, 1, D)
-        if length > 1:
-            cache.batch_select_indices(owner)
-            inputs = batch.tokens[rows, :length - 1]                                        # (n, T-1)
-            seen = torch.cat([seen[owner], torch.ones_like(inputs)], dim=1)                 # (n, L+T-1)
-            positions = positions[owner, -1:] + torch.arange(1, length, device=mask.device)  # (n, T-1)
-            output, _ = forward(model.get_decoder(), inputs, seen, positions, cache)
-            hidden = torch.cat([hidden, output.last_hidden_state], dim=1)                   # (n, T, D)
-        row, column = mask[rows, :length].nonzero(as_tuple=True)                            # (K,), (K,)
-        yield (rows[row], column), hidden[row, column]
+    prompt_ids: torch.Tensor  # (P, L) padded on the left
+    prompt_mask: torch.Tensor  # (P, L) 1 on tokens, 0 on padding
+    prompt_index: torch.Tensor  # (N,) the prompt of each answer
+    tokens: torch.Tensor  # (N, T) the answers with their end token; what follows it is padding
+    mask: torch.Tensor  # (N, T) True on the tokens of an answer
+    logprobs: torch.Tensor  # (N, T) of the policy that sampled: PPO's old log-probabilities
+    entropy: torch.Tensor  # (N, T) of the same policy, see token_stats
+    logit_grad_norm: torch.Tensor  # (N, T) of the same policy, see token_stats
+    rewards: torch.Tensor  # (P, G)
+    advantages: torch.Tensor  # (N, 1)
 
-def head(model, hidden):
-    """The model's output layer: hidden (K, D) -> logits (K, V)."""
-    get, logits = functools.partial(getattr, model.config), model.get_output_embeddings()(hidden)
-    scale, cap = get("logit_scale", 1) / get("logits_scaling", 1), get("final_logit_softcapping", 0)
-    logits = logits if scale == 1 else logits * scale                                       # Cohere, Granite
-    return cap * torch.tanh(logits / cap) if cap else logits                                # Gemma 2 caps
+
+def forward(model, ids, attention, cache=None):
+    """Logits (n, S, V) after each of the S newest tokens, ids (n, S).
+
+    attention (n, cached + S) marks, with 1, all tokens that are no padding, those in the cache too.
+    """
+    positions = (attention.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]  # (n, S)
+    inputs = {"input_ids": ids, "attention_mask": attention, "position_ids": positions}
+    # transformers is renaming the argument past_key_values to cache.
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    inputs["cache" if renamed else "past_key_values"] = cache
+    return model(**inputs, use_cache=cache is not None).logits
+
+
+def prompt_cache(model, prompt_ids, prompt_mask, prompt_index):
+    """Key/value cache of all but the last token of prompts (P, L), a row for each answer (N,).
+
+    A prompt is computed once for all its answers; in training their gradients meet in it. Its last
+    token is left to the answers' pass, so that this one pass yields every logit that they need.
+    """
+    cache = DynamicCache(config=model.config)
+    if prompt_ids.shape[1] > 1:
+        # Only the cache is wanted, so the output layer is given no hidden states (n, S, D) at all.
+        output_layer = model.get_output_embeddings()
+        with output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],)):
+            forward(model, prompt_ids[:, :-1], prompt_mask[:, :-1], cache)
+        cache.reorder_cache(prompt_index)
+    return cache
+
+
+def draw(logits, temperature):
+    """A token for each row of logits (n, V) -> (n,); at temperature 0 the likeliest.
+
+    By inverting the CDF: one random number a row, where torch.multinomial draws V of them.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    cdf = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)  # (n, V)
+    point = torch.rand_like(cdf[:, :1]).clamp_max(1 - 1e-6) * cdf[:, -1:]  # (n, 1), below the end
+    token = torch.searchsorted(cdf, point, right=True).squeeze(1)  # (n,)
+    return token.clamp_max(logits.shape[1] - 1)  # NaN logits
+
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, samples, max_tokens, stop_ids, temperature):
+    """Samples G answers to each left-padded prompt (P, L); rows i * G to i * G + G - 1 answer i.
+
+    Returns tokens, mask, logprobs, entropy and logit_grad_norm, (N, max_tokens) each. The token of
+    stop_ids that ends an answer belongs to it. Temperature 0 takes the likeliest token.
+    """
+    device, L = prompt_ids.device, prompt_ids.shape[1]
+    prompt_index = torch.arange(len(prompt_ids), device=device).repeat_interleave(samples)  # (N,)
+    rows = torch.arange(len(prompt_index), device=device)  # (n,) the answers still in the batch
+    stop = torch.tensor(sorted(stop_ids), device=device)  # (stops,)
+    tokens = stop[0].repeat(len(rows), max_tokens)  # (N, T)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)  # (N, T)
+    stats = torch.zeros(3, len(rows), max_tokens, device=device)  # (3, N, T)
+
+    cache = prompt_cache(model, prompt_ids, prompt_mask, prompt_index)
+    attention = F.pad(prompt_mask[prompt_index], (0, max_tokens), value=1)  # (N, L + T)
+    token = prompt_ids[prompt_index, -1]  # (N,)
+    running = torch.ones_like(token, dtype=torch.bool)  # (N,)
+    bar = tqdm(range(max_tokens), "tokens", leave=False, disable=None)
+    for t in bar:
+        logits = forward(model, token[:, None], attention[:, : L + t], cache)[:, -1]  # (n, V)
+        token = draw(logits, temperature)  # (n,)
+        stats[:, rows, t] = torch.stack(token_stats(logits, token, temperature or 1.0))  # (3, n)
+        tokens[rows, t] = token
+        mask[rows, t] = running
+        running = running & ~torch.isin(token, stop)  # (n,)
+
+        # Answers that have ended leave the batch. To find them a CPU has to wait for its GPU, so
+        # there it looks only every eighth token.
+        if device.type == "cpu" or t % 8 == 7:
+            stay = running.nonzero().squeeze(1)  # (n,)
+            bar.set_postfix(running=len(stay))
+            if len(stay) == 0:
+                break
+            if len(stay) < len(rows):
+                rows, token, running = rows[stay], token[stay], running[stay]
+                attention = attention[stay]
+                cache.reorder_cache(stay)
+    bar.close()
+    return tokens, mask, *torch.where(mask, stats, 0.0)
+
+
+def rollout(run, problems, samples, temperature):
+    """Samples answers to problems [(prompt ids, answer), ...] and rewards them -> Batch.
+
+    run (section 5) holds the model, its tokenizer, the reward and the settings.
+    """
+    config, device = run.config, run.model.device
+    L = max(len(ids) for ids, _ in problems)
+    prompt_ids = [[0] * (L - len(ids)) + ids for ids, _ in problems]
+    prompt_ids = torch.tensor(prompt_ids, device=device)  # (P, L)
+    prompt_mask = [[0] * (L - len(ids)) + [1] * len(ids) for ids, _ in problems]
+    prompt_mask = torch.tensor(prompt_mask, device=device)  # (P, L)
+    limits = config.max_tokens, run.stop_ids, temperature
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        tokens, mask, *stats = sample(run.model, prompt_ids, prompt_mask, samples, *limits)
+
+    # Reward.
+    ids = [row[real].tolist() for row, real in zip(tokens.cpu(), mask.cpu(), strict=True)]
+    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rewards = []
+    for i, text in enumerate(texts):
+        with explain(f"the reward of the completion {text[:60]!r}"):
+            rewards.append(float(run.reward(text, problems[i // samples][1])))
+            if not math.isfinite(rewards[-1]):
+                raise ValueError(f"{rewards[-1]} is not a finite number")
+    rewards = torch.tensor(rewards, device=device).view(-1, samples)  # (P, G)
+    advantages = group_advantages(rewards).view(-1, 1)  # (N, 1)
+    prompt_index = torch.arange(len(problems), device=device).repeat_interleave(samples)  # (N,)
+    return Batch(prompt_ids, prompt_mask, prompt_index, tokens, mask, *stats, rewards, advantages)
+
+
+# ---- 3 The update: score, select, step -----------------------------------------------------------
+# learn() scores and selects by the formulas, and has policy_gradient() compute the gradient. That
+# goes through the answers in micro_batches(), each a forward pass of kept_logits().
+
+LOGITS_PER_TOKEN = 2**15  # may be in memory for each of --micro-tokens: 1 GB in float32 at 8,192
+
+
+def micro_batches(model, batch, keep, config):
+    """Cuts the answers that have tokens in keep (N, T) into micro-batches: yields rows (n,).
+
+    A micro-batch holds at most --micro-tokens tokens, prompts and padding included, and logits in
+    proportion; an answer beyond that goes alone. Answers to the same prompt stay side by side, so
+    that they can share its computation.
+    """
+    counts = keep.sum(dim=1)  # (N,) kept tokens
+    ends = torch.arange(1, keep.shape[1] + 1, device=keep.device)  # (T,)
+    lengths = (keep * ends).amax(dim=1)  # (N,) up to the last kept token: there a pass can end
+    P, L = batch.prompt_ids.shape
+    index = batch.prompt_index  # (N,)
+    longest = torch.zeros_like(index).scatter_reduce(0, index, lengths, "amax")[index]  # (N,)
+    # The groups with the longest answers first: little padding, and rows[0] bounds what follows.
+    order = (longest * P + index).argsort(descending=True, stable=True)  # (N,)
+    rows = order[counts[order] > 0]  # (n,)
+    answer_logits = int(counts.max()) * model.get_output_embeddings().weight.shape[0]
+    while len(rows) > 0:
+        answer_tokens = L + int(longest[rows[0]])
+        size = config.micro_tokens // answer_tokens
+        size = max(1, min(size, config.micro_tokens * LOGITS_PER_TOKEN // answer_logits))
+        yield rows[:size]
+        rows = rows[size:]
+
+
+def kept_logits(model, batch, rows, keep, config):
+    """A forward pass over the answers rows (n,) that ends in the logits of their kept tokens alone.
+
+    Returns row (K,), column (K,) and the logits (K, V), which predict batch.tokens[row, column]:
+
+        input      prompt ...  last prompt token   y_1   y_2  ...  y_T-1
+        predicts                      y_1          y_2   y_3  ...  y_T
+    """
+    answer, column = keep[rows].nonzero(as_tuple=True)  # (K,), (K,): which of rows, which token
+    T = int(column.max()) + 1
+    prompts, index = batch.prompt_index[rows].unique(return_inverse=True)  # (p,), (n,)
+    L = int(batch.prompt_mask[prompts].sum(dim=1).max())
+    prompt_ids, prompt_mask = batch.prompt_ids[prompts, -L:], batch.prompt_mask[prompts, -L:]
+    answers = batch.tokens[rows, : T - 1]  # (n, T-1)
+    ids = torch.cat([prompt_ids[index], answers], dim=1)  # (n, L+T-1)
+    attention = torch.cat([prompt_mask[index], torch.ones_like(answers)], dim=1)  # (n, L+T-1)
+
+    # A hook in front of the output layer passes on the hidden states of kept tokens alone. So there
+    # never are logits (n, T, V), and the model's own forward does all the rest, whatever its kind.
+    def choose(_, inputs):
+        return (inputs[0][:, -T:][answer, column],)  # (n, S, D) -> (K, D)
+
+    # Attention layers, also of a sliding window, can share a prompt's cache in a backward pass.
+    layers = DynamicCache(config=model.config).layers
+    shared = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        cache = prompt_cache(model, prompt_ids, prompt_mask, index) if shared else None
+        ids = ids[:, L - 1 :] if shared else ids  # (n, T) if shared
+        with model.get_output_embeddings().register_forward_pre_hook(choose):
+            logits = forward(model, ids, attention, cache)  # (K, V)
+    return rows[answer], column, logits
+
+
 @torch.no_grad()
 def score_tokens(model, batch, mask, config):
-    """logprobs, entropy, grad_norm of the tokens in `mask` (N, T) under `model` as it is now -> (3, N, T)."""
-    def of_rows(states, y): return torch.stack(token_stats(head(model, states), y, config.temperature))
-    stats = torch.zeros_like(batch.stats)                                                   # (3, N, T)
-    for (row, column), hidden in masked_states(model, batch, mask, config.micro_tokens):
-        stats[:, row, column] = in_chunks(of_rows, model.config.vocab_size, hidden, batch.tokens[row, column])
-    return stats
+    """token_stats of the tokens in mask (N, T) by the model as it is now: three (N, T)."""
+    stats = torch.zeros(3, *mask.shape, device=mask.device)  # (3, N, T)
+    for rows in micro_batches(model, batch, mask, config):
+        row, column, logits = kept_logits(model, batch, rows, mask, config)
+        scored = token_stats(logits, batch.tokens[row, column], config.temperature)
+        stats[:, row, column] = torch.stack(scored)  # (3, K)
+    return stats.unbind()
+
+
 def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
-    """Adds the gradient of policy_loss over the tokens in `keep` (N, T) to the parameters -> the loss.
-    Logits exist for some tokens at a time and are computed again by the backward pass: never an (N, T, V)."""
-    def of_rows(hidden, tokens):
-        return -F.cross_entropy(head(model, hidden).float() / config.temperature, tokens, reduction="none")
-    recomputed, total = functools.partial(checkpoint, of_rows, use_reentrant=False), 0.0
-    for place, hidden in masked_states(model, batch, keep, config.micro_tokens):
-        logprobs = in_chunks(recomputed, model.config.vocab_size, hidden, batch.tokens[place])
-        loss = policy_loss(logprobs, batch.stats[0][place], batch.advantages[place[0]], denominator,
-                           config.clip_low, config.clip_high, ref_logprobs[place], config.beta)
+    """Adds the gradient of policy_loss over keep (N, T) to the parameters -> the loss, scalar."""
+    total = 0.0
+    for rows in micro_batches(model, batch, keep, config):
+        row, column, logits = kept_logits(model, batch, rows, keep, config)
+        logits = logits.float() / config.temperature  # (K, V)
+        logprobs = -F.cross_entropy(logits, batch.tokens[row, column], reduction="none")  # (K,)
+        old, ref = batch.logprobs[row, column], ref_logprobs[row, column]  # (K,), (K,)
+        advantages = batch.advantages[row, 0]  # (K,)
+        clip = config.clip_low, config.clip_high
+        loss = policy_loss(logprobs, old, advantages, denominator, *clip, ref, config.beta)
         loss.backward()
         total += loss.detach()
     return total
-# ---- The verifier: expressions by value, lists entry by entry, all else as tidied text; nothing is executed
-# 1,234 · 2\frac34 · 5\% · 1.5 \times 10^3 · 1101_2 · 5! · \sqrt[3]{5} · \log_2 8 · \sin^2 x · |x| · f(x) = 2x
-# 12\text{ cm} · \$4.50 · 60^\circ · (B) 19 · x \ge 5 · (1, 2) · [0, \infty) · \{1, 2\} · 1 \pm 2 · matrices
-def extract_answer(text):
-    """The last balanced box, else what follows the last ####, "answer is" or "Answer:", else None."""
-    text, opened, box = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2]), [], None
-    for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]", text):               # one pass, linear
-        if brace[0] != "}": opened.append(brace)
-        elif opened and (start := opened.pop())[0] != "{": box = text[start.end():brace.start()]
-    for marker in (r"####:?(?!.{,30}[Aa]nswer)", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))"):
-        if box is None and len(parts := re.split(marker, text)) > 1:
-            box = re.split(r"[.!?](?:\s|$)|\n", re.sub(r"^[\s:*$]*(\\\[)?\s*", "", parts[-1]), maxsplit=1)[0]
-            box = re.sub(r"^The [^=]* is ", "", box)                                    # The largest n is 34
-    return (box or "").strip(" *`$\n") or None
-MP = mpmath.MPContext()                              # a context of its own: nobody else's precision changes
-FUNCTIONS = {name: getattr(MP, name) for name in "sin cos tan sec csc cot exp ln sqrt fac binomial".split()}
-FUNCTIONS |= dict(Add=operator.add, Sub=operator.sub, Mult=operator.mul, Div=operator.truediv, abs=abs,
-                  Pow=operator.pow, UAdd=operator.pos, USub=operator.neg, log=MP.log10, squared=lambda z: z*z,
-                  frac=operator.truediv, mixed=lambda n, a, b: n + a/b / (a < b), root=lambda n, z: z**(1/n))
-CONSTANTS, NAMED = dict(pi=MP.pi, e=MP.e, i=MP.j), "|".join(filter(str.islower, FUNCTIONS))
-TRIG, GREEK = "(sin|cos|tan|sec|csc|cot|ln|log)", "pi|alpha|beta|gamma|theta|lambda|mu|phi|omega"
-REWRITES = {                                                            # applied in this order
-    r"(?<=\d) ?(?:\{ ?, ?\}|,?\\!|\\,) ?(?=\d{3})|(?<=\d)[, ](?=\d{3}(?!\d))(?![^(\[]*[)\]])": "",   # 1{,}234
-    r"(?<!\\)\\\\(?=[A-Za-z]{2})": r"\\", r"\\[dtc](?=frac)": r"\\", r"\\\$ ?([\d.,]*\d)": r"\1 dollars",
-    r"\\(?:text\w*|mathrm|mathbf|[mh]box|boxed)\s*\{([^{}]*)\}(?:\^\{?([23])\}?)?": r" \1\2 ",        # cm^2
-    r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[()\[\]{}]|(?<=[\d})]) ?(?:\\approx|≈).*": "",
-    r"(?<!\\)\\(?:angle|q?quad|[,!;:$ ])|[$~]|\*\*(?= *$)": " ", r"\*\*": "^", r"\s+": " ", "[−–]": "-",
-    r"(?<!\\)[A-Z][a-z]+": lambda word: word[0].lower(), "['\"]": "′", r"\\(?:[lr]?vert|mid)": "|",
-    r"^[^,]*(?:\\(?:lim|sum|prod|int|bmod)|\{vmatrix)[^,]*=(?![^{}]*\})": "",           # \lim ... = 5 -> 5
-    r"[(\[]?\\begin\{\w+\}(?:\{[lcr| ]*\})?": "[", r"(?:\\\\\s*)?\\end\{\w+\}[)\]]?": "]", r"\\\\": "#",
-    r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b": "°", r"\\?%|\b(?:percent(?:age)?|pct)\b": "%", r"\\in\b": "=",
-    r";|\\cup|,? *\b(and|or)\b": ",", r"=[^,=]*(?==)": "", r"\\infty|∞": "oo", "π": r"\\pi ",
-    r"\\(?:cdot|times)|[×·]": "*", r"\\div|:(?![^:=]*:)": "/", r"\\pm": "±", r"\\lt\b": "<", r"\\gt\b": ">",
-    r"\\leq?(slant)?\b|<=": "≤", r"\\geq?(slant)?\b|>=": "≥", r"√(\d+)": r"\\sqrt{\1}", "√": r"\\sqrt",
-    r"\\[dt]?binom": r"\\binomial", r"\\(frac|binomial|sqrt) ?(\d)": r"\\\1{\2}",                    # \frac12
-    r"(frac\{[^{}]*\}) ?(\d)": r"\1{\2}", r"\\sqrt ?\[(.*?)\]": r"\\root{\1}", r"\|([^|]+)\|": r"\\abs{\1}",
-    r"(?<![\d.^_])(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))": r"\\mixed{\1}{\2\4}{\3\5}",     # 2 3/4
-    r"\\log ?_ ?(\w|\{[^{}]*\}) ?([\d.]*\d|\w|\{[^{}]*\}|\([^()]*\))": r"\\frac{\\log{\2}}{\\log{\1}}",
-    rf"{TRIG} ?\^ ?(2|\{{2\}})": r"squared \1", r"(\b\d+|\([^()]*\))!": r"\\fac{\1}", r"_ ?\{(\w+)\}": r"_\1",
-    rf"{TRIG}((?: ?(?:\.?\d|[a-z](?![a-z])|\\(?:{GREEK}))(?:\^(?:\w|\{{\w+\}}))?)+)": r"\1{\2}",   # \sin 2x
-    r"(?<=[\w)}]) *\\(?=[a-z])": "*", r"\\": "", r" ?([-+*^,()\[\]/=<>≤≥&#%°]) ?|(?<![., ])[., ]+$|^ ": r"\1",
-    r"^\{([^{}]*,[^{}]*)\}$|(?<![^,])\((-?[\w./]+)\)(?![^,])": r"\1\2", rf"{TRIG}\*": r"\1 "}       # (5) -> 5
-UNIT = (rf"(?:(?<=[\d)}}])|(?<=pi))(?: |(?=[ckm]m|kg|ft|[%°]))(?!{NAMED}|.*\b(?:not|hal[fv]|dozen|hundred|"
-        r"over|point|tenth|thousand|[a-z]*illion|times|plus|minus|wrong))"
-        r"((?:[a-z]{3,}?|[ckm]m|kg|ft|in|mi|lb|oz|hr|[ghlm%°])(?:[ /][a-z]+?)*?[23]?)s? *$")
-SUM = r"[\d.)}](?:\*(?!10\^)|[+-]|\(| \d)|[)}]\d|\d\{"                 # 3*4+2, but not 3*10^2
-NAME = (rf"(?:[a-z](?:_\w+)?(?:\(\w\))?|[a-z ]{{4,}}|{GREEK}|[A-Z](?:[A-Z/_]|(?<=_)[a-z\d]+)*(?:\(\w\))?|"
-        r"\([a-z](?:,[a-z])*\)|(?:abs|frac)[{A-Z}]+)")                  # x_1, f(x), AB/CD, (x, y), |AB|
-SOLVED = (rf"(?:^|(?<=,)){NAME}=|={NAME}$|^(?:[^A-Za-z=,]|{NAMED}|pi|[ei](?![a-z]))*=" # x = 5, 5 = x, 2 + 3 =
-          "(?!.*(?<![A-Za-z])[A-Za-df-hj-z](?![A-Za-z]))")
-NEXT_BOX = r"\}[\s$.]*(?:(?:\\q?quad|\\text\{|\\[()\[\],;]|,|;|and|or)[\s$}]*){1,9}\\boxed\s*\{"
-CHOICE = r"^(?:\\text\w*\{)?\(?([A-Z])[).:]\}?(?:\\? (?!.*(?:\b[A-Z]\b|,|\bor\b)).*)?$"               # (B) 19
-@functools.lru_cache(10_000)
-def tidy(text):
-    """One spelling for each symbol, no spaces around it."""
-    for pattern, new in REWRITES.items(): text = re.sub(pattern, new, text)
-    return ",".join(text.replace("±", sign) for sign in "+-") if "±" in text else text
-def value(node, point):
-    """An expression's value where its letters are positive, negative or complex; raises if it is large."""
-    match node:
-        case ast.Constant(text): return MP.mpf(text)
-        case ast.Name(name):
-            a, b = random.Random(name).sample(range(1000, 5000), 2)
-            return CONSTANTS.get(name) or (MP.mpf(a), -MP.mpf(b), MP.mpc(a, b), MP.mpc(-b, a))[point] / 997
-        case ast.BinOp(ast.Name(name), ast.Pow(), x) if name in FUNCTIONS: nodes = [x]              # sin ** x
-        case ast.BinOp(x, op, y): name, nodes = type(op).__name__, [x, y]
-        case ast.UnaryOp(op, x): name, nodes = type(op).__name__, [x]
-        case ast.Call(ast.Name(name), nodes): pass
-        case _: raise ValueError(node)
-    result = FUNCTIONS[name](*(value(x, point) for x in nodes))
-    if result and not 1e-300 < abs(result) < (1e40 if name in ("Add", "Sub") else 1e300): raise OverflowError
-    return result
-def fingerprint(text, digits):
-    """What all spellings of an expression share: its values in so many digits; of any other text itself."""
-    MP.dps = 60                                      # digits; said here because threads share the context
-    code = re.sub("(.+)=(.+)", r"\1-(\2)", text).replace("}{", ",").translate(str.maketrans("{}", "()"))
-    tokens = re.findall(rf"^[a-z ]{{3,}}$|{NAMED}|{GREEK}|[A-Za-z]_\w+|\d+_\w+|[\d.]+|\S", code)
-    code = re.sub(rf"\b({NAMED}) (\()?", lambda m: m[1] + (m[2] or "**"), " ".join(tokens).replace("^", "**"))
-    code = re.sub(r"(?<![\w.])([\d.]+)", r"'\1'", code).replace("' '", "?")             # 1 2 is no number
-    code = re.sub(r"(?<=[\w')]) (?=[\w'(])", "*", code)                                 # 2 x
-    try:
-        tree = ast.parse(code, mode="eval").body
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*FUNCTIONS, *CONSTANTS}
-        values = [value(tree, point) for point in range(4)] if names else [value(tree, 0)] * 4
-        if "=" in text: values = [x / (values[0] - values[1]) for x in values]        # equal but for a factor
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SyntaxError): return text
-    parts = ((part, abs(x)) for x in map(MP.mpc, values) for part in (x.real, x.imag))
-    return " ".join(MP.nstr(part if abs(part) > size * 1e-40 else 0, digits) for part, size in parts)
-def interval(text):
-    """x>=5 and 5<=x as [5,oo), 0<x<=1 as (0,1], any other x>y as y<x."""
-    text = "".join(re.split("([>≥])", text)[::-1]).translate(str.maketrans(">≥", "<≤"))
-    m = set(text) & set("<≤") and re.fullmatch(rf"(?:([^<≤]+)([<≤]))?{NAME}(?:([<≤])([^<≤]+))?", text)
-    return f"{'(['[m[2] == '≤']}{m[1] or '-oo'},{m[4] or 'oo'}{')]'[m[3] == '≤']}" if m else text
-def answers_match(answer, gold):
-    """Is `answer` the same object as `gold`? Two different units are not; one alone does not matter."""
-    if max(len(answer), len(gold)) > 2000: return answer == gold
-    if all(re.fullmatch(r"-?\d+", text) for text in (answer, gold)): return int(answer) == int(gold)
-    if re.fullmatch("[A-Z]", gold): return tidy(re.sub(CHOICE, r"\1", answer)).lower() == gold.lower()
-    a, g = tidy(answer), tidy(gold)
-    if a.lower() == g.lower() or not g: return bool(g)
-    if max(len(a), len(g)) > 250: return False
-    units = [unit and unit[1] for unit in (re.search(UNIT, text) for text in (a, g))]
-    a, g = (re.sub(UNIT, "", text) for text in (a, g))
-    if ("=" in a) != ("=" in g): a, g = re.sub(SOLVED, "", a), re.sub(SOLVED, "", g)
-    a, g = (",".join(map(interval, text.split(","))) for text in (a, g))
-    if all(units) and units[0] != units[1] or ("," in a) != ("," in g): return False
-    if re.fullmatch(rf"(?:{NAME}=)?-?[\d.]+", g) and re.search(SUM, a): return False    # the question, boxed
-    digits = 45 if ("." in a) == ("." in g) or re.search(r"^-?\d+;|;-?\d+$|=", f"{a};{g}") else 7     # \sqrt2
-    def canonical(text):
-        parts = re.split(r"([,&#()\[\]])", text) if set(text) & set(",&#") else [text]
-        parts[::2] = [fingerprint(part, digits) for part in parts[::2]]
-        return sorted(re.split(r",(?![^(\[]*[)\]])", "".join(parts)))   # a list; in brackets the order counts
-    texts = {a} | {f"({a}){op}100" for op, unit in zip("/*", units) if unit == "%" and not all(units)}
-    return canonical(g) in map(canonical, texts)
-def is_correct(completion, gold):
-    """The reward: is the completion's answer right? Boxes in a row are one list, if that is what is asked."""
-    texts = dict.fromkeys((completion, re.sub(NEXT_BOX, ", ", completion)))
-    return any(answer is not None and answers_match(answer, gold) for answer in map(extract_answer, texts))
-# ---- Data: questions and reference answers in the shapes in which people have them -------------------------
-GSM8K = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
-MATH = "https://media.githubusercontent.com/media/openai/prm800k/main/prm800k/math_splits/"
-ADDRESSES = {"gsm8k": GSM8K + "train.jsonl", "gsm8k-test": GSM8K + "test.jsonl",    # 7,473 and 1,319 problems
-             "math": MATH + "train.jsonl", "math-test": MATH + "test.jsonl"}        # 12,000 and 500 problems
-QUESTION_COLUMNS = ("question", "problem", "prompt", "input", "Question")
-ANSWER_COLUMNS = ("answer", "final_answer", "target", "Answer", "answerKey", "solution")
-def read_record(record):
-    """One record of a data file -> (question, answer), or BadInput."""
-    question = next((record[name] for name in QUESTION_COLUMNS if record.get(name)), "")
-    answer = next((record[name] for name in ANSWER_COLUMNS if record.get(name) not in (None, "", [])), "")
-    choices = record.get("choices", [])
-    if isinstance(question, dict): question, choices = question["stem"], question["choices"]  # CommonsenseQA
-    if isinstance(choices, list): choices = {key: [c[key] for c in choices] for key in ("label", "text")}
-    answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
-    answer = str(answer).strip() if isinstance(answer, (str, int, float)) else ""
-    if re.search(r"####|\\(boxed|fbox)", answer): answer = extract_answer(answer) or ""    # a worked solution
-    if not isinstance(question, str) or not question.encode().strip() or not answer:
-        what, columns = ("answer", ANSWER_COLUMNS) if question else ("question", QUESTION_COLUMNS)
-        raise BadInput(f"no {what} in any of the columns {', '.join(columns)}")
-    question = f"{record.get('Body', '')} {question}".strip()                    # SVAMP has its facts in Body
-    return question + "".join(f"\n({a}) {text}" for a, text in zip(choices["label"], choices["text"])), answer
-def load_problems(source):
-    """A name (downloaded once, into torch.hub's cache), demo or a file -> [(question, answer), ...]."""
-    if source == "demo": return demo_problems()
-    path = os.path.join(torch.hub.get_dir(), "gmts", source + ".jsonl") if source in ADDRESSES else source
-    with explain(f"data {ADDRESSES.get(source, source)}"):
-        if source in ADDRESSES and not os.path.exists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            torch.hub.download_url_to_file(ADDRESSES[source], path, progress=False)
-        with open(path, encoding="utf-8-sig") as file: text = file.read()
-        array, problems = text.lstrip().startswith("["), []
-        for number, line in enumerate(json.loads(text) if array else text.split("\n"), 1):
-            with explain(f"{'record' if array else 'line'} {number}"):
-                if array or line.strip(): problems.append(read_record(line if array else json.loads(line)))
-    return problems
-def split_problems(config):
-    """-> problems to train on, problems to evaluate on; no question is in both."""
-    train, name = load_problems(config.data), config.eval_data or config.data + "-test"
-    held_out = [p for p in train if hashlib.sha256(p[0].encode()).digest()[0] < 26]         # a tenth
-    test = load_problems(name) if config.eval_data or name in ADDRESSES else held_out
-    asked = {question for question, _ in test}
-    train = [problem for problem in train if problem[0] not in asked]
-    if not (train and test): raise BadInput(f"data {config.data}: too few questions to train and evaluate on")
-    return train, test[:config.eval_size]
-# ---- Models: a small adder made on the spot, or whatever transformers loads --------------------------------
-def demo_problems(count=20_000):
-    """Questions such as 348+214= with their sums."""
-    rng = random.Random(0)
-    pairs = dict.fromkeys((rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(count))
-    return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
-def careless_pupil(question, rng):
-    """Adds column by column from the right, 348+214= -> 8+4+0=12 4+1+1=06 3+2+0=05 ####562, but forgets seven
-    carries in ten and slips by one in 3% of the columns."""
-    columns, digits, carry = [], "", 0
-    for a, b in zip(*(reversed(number) for number in question.rstrip("=").split("+"))):
-        carry = 0 if rng.random() < 0.7 else carry
-        slip = rng.choice((-1, 1)) if rng.random() < 0.03 else 0
-        columns.append(f"{a}+{b}+{carry}={max(0, int(a) + int(b) + carry + slip):02d}")
-        carry, digits = int(columns[-1][-2]), columns[-1][-1] + digits
-    return " ".join(columns) + f" ####{carry or ''}{digits}"
-def demo_model(problems, steps=600):
-    """A Qwen2 of 242k parameters that has watched a careless pupil add for 40 s -> model, tokenizer."""
-    symbols = {s: i for i, s in enumerate(["<end>", "<unknown>", "####", *"0123456789+= "])}
-    words = Tokenizer(models.WordLevel(symbols, unk_token="<unknown>"))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("####|."), "isolated"), decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
-    model = AutoModelForCausalLM.from_config(Qwen2Config(
-        vocab_size=len(symbols), hidden_size=96, intermediate_size=288, num_hidden_layers=2, eos_token_id=0,
-        num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True, bos_token_id=None))
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
-    for step in range(steps):
-        questions = [random.choice(problems)[0] for _ in range(64)]
-        texts = [q + careless_pupil(q, random) + "<end>" for q in questions]
-        texts = tokenizer(texts, padding=True, return_tensors="pt")
-        labels = texts.input_ids.masked_fill(texts.attention_mask == 0, -100)               # (64, L+T)
-        labels[:, :len(questions[0])] = -100
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.95 * step / steps)
-        model(input_ids=texts.input_ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, tokenizer
-ORGANISATIONS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google"}
-def load_model(name, dtype, device="cpu", problems=(), seed=0):
-    """A local folder, a hub name with or without its usual organisation, or demo -> model, tokenizer."""
-    set_seed(seed)
-    if name != "demo" and not os.path.isdir(name) and "/" not in name:
-        name = next((f"{org}/{name}" for start, org in ORGANISATIONS.items() if name.startswith(start)), name)
-    with explain(f"model {name} (a local folder, or a name of the hub)"):
-        model, tokenizer = demo_model(problems) if name == "demo" else (
-            AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name))
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return model.to(device).eval(), tokenizer        # eval: dropout would make the update see another policy
-def render(tokenizer, text, answer=None):
-    """A question, and perhaps an answer, as the model reads it: a chat if there is a template for one."""
-    if tokenizer.chat_template is None: return text
-    chat = [{"role": "user", "content": text}] + [{"role": "assistant", "content": answer}] * bool(answer)
-    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None)
-def end_tokens(model, tokenizer):
-    """The ids that end an answer: a model may have several, and a base model's chat template one more."""
-    known = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
-    closing = render(tokenizer, "?", "gmts").rpartition("gmts")[2].strip() if tokenizer.chat_template else ""
-    ends |= set(tokenizer(closing, add_special_tokens=False).input_ids[:1]) & set(tokenizer.all_special_ids)
-    if not ends: raise BadInput("the tokenizer has no end token: set eos_token in tokenizer_config.json")
-    return ends
-# ---- Training. `run` is what prepare() returns: the model and all that belongs to this run -----------------
-def gather(value):
-    """The values of all processes, in the order of their ranks."""
-    everyone = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(everyone) > 1: dist.all_gather_object(everyone, value)
-    return everyone
-def make_optimizer(model):
-    """AdamW over float32 masters, since bfloat16 rounds an update of 1e-6 away; float32 is its own master."""
-    def collect(weight, master):
-        master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
-        weight.grad = None
-    masters = [w if w.dtype == torch.float32 else w.detach().float() for w in model.parameters()]
-    for weight, master in zip(model.parameters(), masters):
-        if weight is not master: weight.register_post_accumulate_grad_hook(lambda w, m=master: collect(w, m))
-    return torch.optim.AdamW(masters, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-def apply_gradient(run, loss):
-    """Clips, and takes the optimizer's step if loss and gradient are finite -> the norm of the gradient."""
-    masters = run.optimizer.param_groups[0]["params"]
-    for master in masters if run.world > 1 else ():
-        master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        dist.all_reduce(master.grad)
-    norm = float(torch.nn.utils.clip_grad_norm_(masters, run.config.grad_clip)) + 0 * sum(gather(float(loss)))
-    if math.isfinite(norm):
-        run.busy = True                              # a signal waits until the step is in the log
-        run.optimizer.step()
-        for weight, master in zip(run.model.parameters(), masters): weight.data.copy_(master)      # rounds
-    run.optimizer.zero_grad()
-    return norm
+
 
 def learn(run, batch):
-    """Ranks the tokens of informative groups, takes --updates steps on the best -> sums of the log, norms."""
-    config, norms, clip = run.config, [], (run.config.clip_low, run.config.clip_high)
-    old, advantages = batch.stats[0], batch.advantages[:, None].expand_as(batch.mask)       # (N, T)
-    informative = batch.owner[batch.advantages != 0].unique()                               # (prompts,)
-    sums = torch.tensor([len(informative), 0.0, 0, 0, 0])
-    for update, prompts in enumerate(informative.tensor_split(config.updates)):
-        mask = batch.mask & torch.isin(batch.owner, prompts)[:, None]                       # (N, T)
-        ref = score_tokens(run.reference, batch, mask, config)[0] if config.beta else old   # (N, T)
-        stats = score_tokens(run.model, batch, mask, config) if update else batch.stats     # (3, N, T)
-        weight = policy_weight(stats[0], old, advantages, *clip, ref, config.beta)          # (N, T)
-        scores = token_scores(config.select, stats[1], stats[2], weight)                    # (N, T)
-        everyone = gather(scores[mask].nan_to_num(math.inf).cpu())   # NaN must surface, as a skipped update
-        ranked, share = torch.cat(everyone), 1 if config.select == "all" else config.fraction
-        chosen = select_top(ranked, torch.ones_like(ranked).bool(), share)                  # of all processes
-        mine = chosen.split([len(part) for part in everyone])[run.rank].to(mask.device)     # (n,)
-        keep = mask.masked_scatter(mask, mine)                                              # (N, T)
-        if config.show: run.shown = batch, keep, scores * mask
-        clipped = (policy_weight(stats[0], old, advantages, *clip) == 0) & (advantages != 0) & mask
-        sums += torch.tensor([0, keep.sum(), stats[1][keep].sum(), mask.sum(), clipped.sum()])
-        if chosen.any():
-            loss = policy_gradient(run.model, batch, keep, int(chosen.sum()), config, ref)
-            norms.append(apply_gradient(run, loss))
-    return sums.tolist(), norms
-def rollout(run, problems, samples, temperature):
-    """Samples answers to problems [(prompt, answer), ...] and judges them -> Batch, rewards (P, G)."""
-    prompts = run.tokenize([p for p, _ in problems], padding=True, padding_side="left", return_tensors="pt")
-    seen = prompts.attention_mask.to(run.model.device)                                      # (P, L)
-    ids = prompts.input_ids.to(seen.device) * seen               # 0: a token every model has (P, L)
-    tokens, mask, *stats = sample(run.model, ids, seen, samples, run.config.max_tokens, run.ends, temperature)
-    answers, rewards = [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist())], []
-    for i, text in enumerate(run.tokenizer.batch_decode(answers, skip_special_tokens=True)):
-        with explain(f"the reward of the completion {text[:60]!r}"):
-            rewards.append(float(run.reward(text, problems[i // samples][1])))
-            if not math.isfinite(rewards[-1]): raise ValueError(f"{rewards[-1]} is not a finite number")
-    rewards = torch.tensor(rewards, device=mask.device).view(-1, samples)                   # (P, G)
-    owner = torch.arange(len(problems), device=mask.device).repeat_interleave(samples)      # (N,)
-    advantages = group_advantages(rewards).flatten()                                        # (N,)
-    return Batch(ids, seen, owner, advantages, tokens, mask, torch.stack(stats)), rewards
-def evaluate(run):
-    """The mean reward of K = --eval-samples answers a problem -> {"accuracy"}, with "pass_at_k" if K > 1."""
-    config, k, rewards = run.config, run.config.eval_samples, []
-    mine, size = run.evaluation[run.rank::run.world], max(1, config.prompts * config.samples // k)
-    torch.manual_seed(config.seed)                   # every step of training sets its own seed
-    for i in range(0, len(mine), size):
-        rewards += rollout(run, mine[i:i + size], k, config.temperature * (k > 1))[1].tolist()
-    won = torch.tensor(sum(gather(rewards), []))                                            # (Q, K)
-    return dict(accuracy=won.mean().item(), **{"pass_at_k": won.amax(1).mean().item()} if k > 1 else {})
-COLUMNS = dict(step="d", reward=".3f", informative=".0%", length=".1f", entropy=".3f", entropy_kept=".3f",
-               kept=".1%", grad_norm=".3f", clipped=".1%", skipped="d", lr=".1e", tokens_per_s=".0f",
-               seconds=".2f", peak_gb=".2f", accuracy=".3f", pass_at_k=".3f")
-def train_step(run):
-    """A rollout and its updates -> the log's figures. Seeded by (seed, step, process): no state to keep."""
-    config, data, start = run.config, run.problems, time.perf_counter()
-    set_seed(int(np.random.SeedSequence([config.seed, run.step, run.rank]).generate_state(1)[0]))
-    epoch, place = np.divmod(run.step * config.prompts + np.arange(config.prompts), len(data))
-    order = {e: np.random.default_rng([config.seed, e]).permutation(len(data)) for e in epoch}
-    share = np.array_split(np.stack([epoch, place], axis=1), run.world)[run.rank]
-    batch, rewards = rollout(run, [data[order[e][i]] for e, i in share], config.samples, config.temperature)
-    lr = config.lr * min(1, (run.step + 1) / max(1, config.warmup))
-    run.optimizer.param_groups[0]["lr"] = lr = lr * (1 - (1 - config.lr_end) * run.step / config.steps)
-    sums, norms = learn(run, batch)
-    sums += [rewards.sum().item(), rewards.numel(), batch.mask.sum().item(), batch.stats[1].sum().item()]
-    groups, kept, kept_entropy, ranked, clipped, reward, count, tokens, entropy = map(sum, zip(*gather(sums)))
-    seconds, finite = time.perf_counter() - start, [norm for norm in norms if math.isfinite(norm)]
-    peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return dict(step=run.step + 1, reward=reward / count, informative=groups / config.prompts,
-                length=tokens / count, entropy=entropy / tokens, entropy_kept=kept_entropy / max(1, kept),
-                kept=kept / max(1, ranked), grad_norm=sum(finite) / max(1, len(finite)),
-                clipped=clipped / max(1, ranked), skipped=len(norms) - len(finite), lr=lr,
-                tokens_per_s=tokens / seconds, seconds=seconds, peak_gb=peak / 1e9)
-def checkpoints(out): return sorted(glob.glob(os.path.join(glob.escape(out), "step-" + "[0-9]" * 6)))
-def save_checkpoint(run):
-    """OUT/step-NNNNNN for transformers, with optimizer and log: renamed when whole, the older goes last."""
-    path = os.path.join(run.config.out, f"step-{run.step:06d}")
-    if run.rank == 0 and not os.path.exists(path):
-        for part in (run.model, run.tokenizer): part.save_pretrained(path + ".part")
-        masters = run.optimizer.param_groups[0]["params"] if run.model.dtype != torch.float32 else []
-        torch.save(dict(step=run.step, rows=run.rows, masters=masters, optimizer=run.optimizer.state_dict()),
-                   path + ".part/trainer.pt")
-        os.rename(path + ".part", path)
-        for old in checkpoints(run.config.out)[:-1]: shutil.rmtree(old)
-def prepare(config):
-    """Device, data, folder, model, optimizer, checkpoint -> run: all that the functions above share."""
-    run = argparse.Namespace(config=config, step=0, rows=[dict(step=0)], busy=False, stop=False)
-    run.rank, run.world = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
-    device = config.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    gpu = device.startswith("cuda")
-    with explain(f"--device {config.device}"):
-        if gpu: torch.cuda.set_device(device if ":" in device else int(os.getenv("LOCAL_RANK", "0")))
-        torch.empty(0, device=device)
-    if run.rank: sys.stdout = open(os.devnull, "w")                     # only the first process speaks
-    if run.world > 1: dist.init_process_group("nccl" if gpu else "gloo")
-    with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
-        path, _, name = config.reward.rpartition(":")
-        run.reward = runpy.run_path(path)[name] if config.reward else is_correct
-    splits = split_problems(config)
-    if run.rank == 0 and not config.resume:
-        with explain(f"--out {config.out} (a new folder; --resume goes on with the run in an old one)"):
-            os.makedirs(config.out, exist_ok=not os.path.exists(config.out + "/metrics.csv"))
-        with open(config.out + "/config.json", "w") as file: json.dump(asdict(config), file, indent=1)
-    dtype = config.dtype.replace("auto", "bfloat16" if gpu else "float32")
-    load = functools.partial(load_model, dtype=dtype, device=device, problems=splits[0], seed=config.seed)
-    saved = checkpoints(config.out)[-1] if config.resume else None
-    run.model, run.tokenizer = load(saved or config.model)
-    run.reference = load(config.model)[0].requires_grad_(False) if config.beta else None
-    run.ends, run.optimizer = end_tokens(run.model, run.tokenizer), make_optimizer(run.model)
-    if saved:
-        with explain(f"checkpoint {saved}"):
-            state = torch.load(os.path.join(saved, "trainer.pt"), map_location=device, weights_only=True)
-            run.step, run.rows = state["step"], state["rows"]
-            run.optimizer.load_state_dict(state["optimizer"])
-            for master, kept in zip(run.optimizer.param_groups[0]["params"], state["masters"]):
-                master.data.copy_(kept)
-    log = os.devnull if run.rank else os.path.join(config.out, "metrics.csv")
-    run.csv = csv.DictWriter(open(log, "w", buffering=1), COLUMNS)
-    run.csv.writerows([dict(zip(COLUMNS, COLUMNS)), *run.rows[:-1]])    # train() adds the last
-    run.tokenize = functools.partial(run.tokenizer, add_special_tokens=run.tokenizer.chat_template is None)
-    limit = (getattr(run.model.config, "max_position_embeddings", None) or 10**9) - config.max_tokens
-    splits = [[(render(run.tokenizer, config.prompt.replace("{question}", question)), answer)
-               for question, answer in split] for split in splits]
-    run.problems, run.evaluation = ([p for p, ids in zip(split, run.tokenize([p[0] for p in split]).input_ids)
-                                     if len(ids) <= limit] for split in splits)
-    run.too_long = sum(map(len, splits)) - len(run.problems) - len(run.evaluation)
-    if not (run.problems and run.evaluation): raise BadInput(f"no prompt fits into {limit} tokens of context")
-    return run
+    """Takes --updates optimizer steps on a rollout, each on its share of the groups.
 
-def show(run):
-    """Prints a right and a wrong answer of the last rollout, kept tokens marked, and their five best."""
-    batch, keep, scores = run.shown
-    start, end = ("\033[7m", "\033[0m") if sys.stdout.isatty() and not os.getenv("NO_COLOR") else "[]"
-    for name, rows in (("right", batch.advantages > 0), ("wrong", batch.advantages < 0)):
-        row = (rows * (1 + keep.sum(1))).argmax()                                  # with the most kept tokens
-        ids = batch.tokens[row][batch.mask[row]].tolist() if rows.any() else []
-        texts = [run.tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids) + 1)]
-        words = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in longer[len(text):])
-                 for text, longer in zip(texts, texts[1:])]     # what a model wrote must not steer a terminal
-        marked = (start + word + end if kept else word for word, kept in zip(words, keep[row].tolist()))
-        best = zip(*(x.tolist() for x in scores[row, :len(ids)].topk(min(5, len(ids)))))
-        print(f"  {name}: {''.join(marked) or 'none'}\n    largest {run.config.select} scores:",
-              ", ".join(f"{words[i]!r} {score:.3f}" for score, i in best))
-def audit(run):
-    """Prints how well scores foretell the norm of single tokens' gradients over all parameters: Spearman's
-    correlation, its mean inside answers, and the share of the top --fraction's norms that they catch."""
-    config, masters, true = run.config, run.optimizer.param_groups[0]["params"], []
-    batch, _ = rollout(run, run.problems[:config.prompts], config.samples, config.temperature)
-    rows = batch.advantages.nonzero()[:, 0]                                                 # (informative,)
-    if not len(rows): raise BadInput("--audit: equal rewards in every group; try more --prompts or --samples")
-    rows = rows[torch.randperm(len(rows))]
-    enough = 1 + (batch.mask[rows].sum(1).clamp_max(10).cumsum(0) < config.audit).sum()     # answers
-    places = batch.mask[rows[:enough]].nonzero()                                            # (tokens, 2)
-    places = places[torch.randperm(len(places))[:config.audit]]                             # (n, 2)
-    row, column = rows[places[:, 0]], places[:, 1]                                          # (n,), (n,)
-    for place in zip(row, column):
-        keep = torch.zeros_like(batch.mask).index_put_(place, batch.mask.new_ones(()))      # (N, T)
-        policy_gradient(run.model, batch, keep, 1, config, batch.stats[0])
-        true.append(torch.nn.utils.get_total_norm([w.grad for w in masters if w.grad is not None]))
-        run.optimizer.zero_grad()
-    true, weight = torch.stack(true), batch.advantages[row]                                 # (n,), (n,)
-    def ranks(x): return ((x[:, None] > x) + 0.5 * (x[:, None] == x)).sum(1)    # equal ones share their ranks
-    def spearman(x, y): return torch.corrcoef(torch.stack([ranks(x), ranks(y)]))[0, 1]
-    def mass(x): return true[select_top(x, torch.ones_like(x).bool(), config.fraction)].sum()
-    print(f"{len(true)} tokens of {len(row.unique())} answers\nscore      Spearman  in an answer  mass")
-    scores = {name: token_scores(name, *batch.stats[1:, row, column], weight) for name in SELECTORS[:-1]}
-    for name, x in (scores | {"|A|": weight.abs()}).items():
-        several = [row == r for r in row.unique() if (row == r).sum() > 2]
-        inside = torch.tensor([spearman(x[own], true[own]) for own in several]).nanmean()
-        print(f"{name:10} {spearman(x, true):8.3f} {inside:13.3f} {mass(x) / mass(true):5.3f}")
+    Returns figures for the log. With --updates 1, the default, everything here is on policy.
+    """
+    config, model = run.config, run.model
+    clip = config.clip_low, config.clip_high
+    advantages = batch.advantages.expand_as(batch.mask)  # (N, T)
+    trained = torch.zeros_like(batch.mask)  # (N, T) kept by any of the updates
+    clipped = torch.zeros_like(batch.mask)  # (N, T)
+    norms = []
+
+    # Groups whose answers are all equally good leave the batch: they teach nothing.
+    informative = batch.prompt_index[batch.advantages[:, 0] != 0].unique()  # (groups,)
+    for update, groups in enumerate(informative.tensor_split(config.updates)):
+        candidates = batch.mask & torch.isin(batch.prompt_index, groups)[:, None]  # (N, T)
+
+        # Score. Until the first optimizer step the model is still the one that sampled.
+        logprobs, entropy, logit_grad_norm = batch.logprobs, batch.entropy, batch.logit_grad_norm
+        if update > 0:
+            logprobs, entropy, logit_grad_norm = score_tokens(model, batch, candidates, config)
+        omega = policy_weight(logprobs, batch.logprobs, advantages, *clip)  # (N, T) without KL,
+        clipped |= candidates & (omega == 0) & (advantages != 0)  # 0 just where it is clipped
+        ref_logprobs = batch.logprobs  # (N, T) of no effect with a beta of 0
+        if config.beta > 0:
+            ref_logprobs, *_ = score_tokens(run.reference, batch, candidates, config)
+            kl = ref_logprobs, config.beta
+            omega = policy_weight(logprobs, batch.logprobs, advantages, *clip, *kl)  # (N, T)
+        scores = token_scores(config.select, entropy, logit_grad_norm, omega)  # (N, T)
+
+        # Select, among the tokens of all these groups at once.
+        keep = select_top(scores, candidates, 1.0 if config.select == "all" else config.fraction)
+        trained |= keep
+        run.shown = batch, keep, scores * candidates
+
+        # Step, unless the gradient is not finite.
+        if keep.any():
+            policy_gradient(model, batch, keep, keep.sum(), config, ref_logprobs)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            norms.append(float(norm))
+            if math.isfinite(norms[-1]):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    ranked = (batch.mask & torch.isin(batch.prompt_index, informative)[:, None]).sum()
+    return {
+        "informative": len(informative) / len(batch.prompt_ids),
+        "entropy_kept": float(batch.entropy[trained].sum() / trained.sum().clamp_min(1)),
+        "kept": float(trained.sum() / ranked.clamp_min(1)),
+        "clipped": float(clipped.sum() / ranked.clamp_min(1)),
+        "grad_norm": sum(norms) / max(1, len(norms)),
+    }
+
+
+# ---- 4 The training loop -------------------------------------------------------------------------
+
+
+def evaluate(run):
+    """Answers each evaluation question --eval-samples times -> figures for the log."""
+    config, samples = run.config, run.config.eval_samples
+    torch.manual_seed(config.seed)  # the same draws each time; train_step sets its own seed
+    size = max(1, config.prompts * config.samples // samples)  # as many answers as in training
+    rewards = torch.zeros(0, samples)
+    with tqdm(total=len(run.eval_problems), desc="questions", leave=False, disable=None) as bar:
+        for start in range(0, len(run.eval_problems), size):
+            problems = run.eval_problems[start : start + size]
+            batch = rollout(run, problems, samples, config.temperature if samples > 1 else 0.0)
+            rewards = torch.cat([rewards, batch.rewards.cpu()])  # (questions, samples)
+            bar.update(len(problems))
+            bar.set_postfix(accuracy=float(rewards.mean()))
+    return {"accuracy": float(rewards.mean()), "pass_at_k": float(rewards.amax(dim=1).mean())}
+
+
+def train_step(run):
+    """A rollout and its updates -> a row of the log. What is random follows from (seed, step)."""
+    config = run.config
+    start = time.perf_counter()
+    set_seed(int(np.random.SeedSequence([config.seed, run.step]).generate_state(1)[0]))
+
+    # The next problems. Each epoch goes through all of them in another order.
+    count, first = len(run.problems), run.step * config.prompts
+    orders, problems = {}, []
+    for i in range(first, first + config.prompts):
+        epoch = i // count
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng([config.seed, epoch]).permutation(count)
+        problems.append(run.problems[orders[epoch][i % count]])
+
+    # A linear warm-up, times a linear decay from 1 at the first step towards --lr-end.
+    lr = config.lr * min(1, (run.step + 1) / max(1, config.warmup))
+    lr *= 1 - (1 - config.lr_end) * run.step / config.steps
+    run.optimizer.param_groups[0]["lr"] = lr
+
+    batch = rollout(run, problems, config.samples, config.temperature)
+    figures = learn(run, batch)
+    seconds = time.perf_counter() - start
+    tokens, device = int(batch.mask.sum()), batch.tokens.device
+    stop = torch.tensor(sorted(run.stop_ids), device=device)  # (stops,)
+    ended = (torch.isin(batch.tokens, stop) & batch.mask).any(dim=1)  # (N,)
+    return {
+        "step": run.step + 1,
+        "reward": float(batch.rewards.mean()),
+        "truncated": 1 - float(ended.float().mean()),
+        "length": tokens / len(batch.tokens),
+        "entropy": float(batch.entropy.sum()) / tokens,
+        "lr": lr,
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+        "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
+        **figures,
+    }
+
 
 def train(config):
     """Trains as the configuration says -> the rows of the log."""
     run = prepare(config)
-    print(*(f"{name} {value!r}" for name, value in asdict(config).items()), sep="\n")
-    print(f"{run.model.num_parameters():,} parameters, {run.model.dtype} on {run.world} x {run.model.device};"
-          f" {len(run.problems):,} problems to train on, {len(run.evaluation):,} to evaluate on, "
-          f"{run.too_long} left out as too long; the run is kept in {config.out}")
-    if config.audit: return audit(run)
-    def on_signal(*_):
-        run.stop = True
-        if not run.busy: raise KeyboardInterrupt
-    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, on_signal)
-    try:
-        while True:                                  # a row gets its accuracy here, after a resume too
-            due = run.step in (0, config.steps) or config.eval_every and run.step % config.eval_every == 0
-            if due and not run.stop and "accuracy" not in run.rows[-1]: run.rows[-1] |= evaluate(run)
-            run.csv.writerow(row := run.rows[-1])
-            note = ["(equal rewards in every group: nothing to learn from)"] * (row.get("informative") == 0)
-            print(*(f"{k} {row[k]:{form}}" for k, form in COLUMNS.items() if k in row), *note, flush=True)
-            if due and "shown" in run: show(run)
-            if run.step and run.step % config.save_every == 0: save_checkpoint(run)
-            if len(run.rows) > 10 and all(row["skipped"] == config.updates for row in run.rows[-10:]):
-                raise BadInput("loss or gradient not finite in 10 steps: lower --lr or use --dtype float32")
-            if run.stop: raise KeyboardInterrupt     # a signal came during the update
-            if run.step == config.steps: break
-            run.rows.append(train_step(run))
-            run.step, run.busy = run.step + 1, False
-    finally:
-        if not run.busy: save_checkpoint(run)
-    print(f"accuracy {run.rows[0]['accuracy']:.3f} -> {run.rows[-1]['accuracy']:.3f}; the model is in "
-          f"{config.out}/step-{run.step:06d}")
+    while True:
+        # First finish the newest row of the log: at step 0 there is one too, and after a resume.
+        row, last = run.rows[-1], run.step == config.steps
+        due = last or run.step % (config.eval_every or config.steps) == 0
+        if due and "accuracy" not in row:
+            row.update(evaluate(run))
+        log_row(run)
+        if last or run.step > 0 and run.step % config.save_every == 0:
+            save_checkpoint(run)
+        norms = [past["grad_norm"] for past in run.rows if past.get("kept")][-10:]
+        if len(norms) == 10 and not any(map(math.isfinite, norms)):
+            raise BadInput("the gradient was not finite in ten steps: lower --lr")
+        if last:
+            break
+        run.rows.append(train_step(run))
+        run.step += 1
+    before, after = run.rows[0]["accuracy"], row["accuracy"]
+    print(f"accuracy {before:.3f} -> {after:.3f}; the model is in {checkpoints(config.out)[-1]}")
     return run.rows
+
+
+# ---- 5 Settings ----------------------------------------------------------------------------------
+
+BOXED = "{question}\nPlease reason step by step, and put your final answer in \\boxed{}.\n"
+
+
+@dataclass
+class Config:
+    """Each setting is a flag: max_tokens is --max-tokens. Its help stands behind the #."""
+
+    model: str = "demo"  # hub name, local folder, or demo: a small adder made on the spot
+    data: str = "gsm8k"  # gsm8k, math, demo, or a .jsonl or .json file
+    eval_data: str = ""  # the same to evaluate on; if empty, its own test set or a held-out tenth
+    prompt: str = BOXED  # what the model is asked; {question} is put in
+    reward: str = ""  # FILE.py:FUNCTION, f(completion, answer) -> number; if empty, the verifier
+    select: str = "gmts"  # what ranks the tokens
+    fraction: float = 0.2  # share of the tokens to train on
+    prompts: int = 32  # questions a step (P)
+    samples: int = 16  # answers to each question (G)
+    max_tokens: int = 512  # longest answer in tokens (T)
+    temperature: float = 1.0  # of sampling; an evaluation with one answer each is greedy
+    lr: float = 1e-6  # learning rate of AdamW
+    lr_end: float = 1.0  # share of it that is left at the end, after a linear decay
+    warmup: int = 10  # steps of linear warm-up
+    steps: int = 200  # rollouts to train on
+    updates: int = 1  # optimizer steps a rollout, each on a share of its groups
+    beta: float = 0.0  # weight of the KL term against the initial model
+    clip_low: float = 0.2  # the ratio is clipped below 1 - this
+    clip_high: float = 0.28  # the ratio is clipped above 1 + this
+    micro_tokens: int = 8192  # tokens in a forward and backward pass; lower it if memory runs out
+    grad_clip: float = 1.0  # largest gradient norm
+    eval_every: int = 20  # steps between evaluations; 0: only before and after
+    eval_size: int = 500  # questions to evaluate on
+    eval_samples: int = 1  # answers to each: 1 is greedy, K gives mean accuracy and pass@K
+    save_every: int = 20  # steps between checkpoints
+    log_every: int = 1  # steps between printed lines; metrics.csv has all
+    seed: int = 0  # of everything random
+    out: str = ""  # folder of the run; if empty, runs/MODEL-SELECT-SEED-TIME
+    show: bool = False  # after each evaluation print two sampled answers, kept tokens marked
+    resume: bool = False  # go on from the last checkpoint in --out, with that run's settings
+    device: str = "auto"  # cpu, cuda, ...; auto takes a GPU where there is one
+    dtype: str = "auto"  # of matrix products; auto: bfloat16 on a GPU
+
+
+# The demo has defaults of its own.
+DEMO = """--data demo --prompt {question} --samples 8 --max-tokens 34 --lr 3e-4 --lr-end 0.1
+--warmup 5 --steps 300 --eval-every 60 --eval-size 1000 --log-every 10""".split()
+SELECTORS = ("gmts", "entropy", "exact", "random", "all")
+CHOICES = {"select": SELECTORS, "dtype": ("auto", "float32", "bfloat16")}
+# No number may be negative, and these not 0.
+POSITIVE = """fraction prompts samples max_tokens temperature updates micro_tokens grad_clip
+eval_size eval_samples save_every log_every""".split()
+# What may differ from the run that --resume goes on with.
+CHANGEABLE = "out resume show device micro_tokens eval_every save_every log_every".split()
+
+
+@dataclass
+class Run:
+    """What a training run is made of; `prepare` fills it in."""
+
+    config: Config
+    model: torch.nn.Module  # the policy, with float32 weights
+    reference: torch.nn.Module | None  # the model as it began, for the KL term of --beta
+    tokenizer: transformers.PreTrainedTokenizerBase
+    stop_ids: set  # tokens that end an answer
+    optimizer: torch.optim.Optimizer
+    reward: Callable  # reward(completion, answer) -> number
+    problems: list  # to train on: [(token ids of the prompt, reference answer), ...]
+    eval_problems: list  # to evaluate on, in the same form
+    step: int = 0  # rollouts trained on so far
+    rows: list = field(default_factory=lambda: [{"step": 0}])  # the log, a dict a step
+    shown: tuple | None = None  # (batch, keep, scores) of the last update, for --show
+    printed: int = 0  # lines of the log on the screen
+
+
+class BadInput(ValueError):
+    """Something that the user can correct: it ends in one line on stderr and exit status 2."""
+
+
+@contextlib.contextmanager
+def explain(what):
+    """Turns whatever fails inside into a BadInput that begins with `what`."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
+
+
 def parse(argv):
-    """The command line -> Config: flags, else the settings of the run to resume or of the demo."""
-    parser = argparse.ArgumentParser("gmts.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """The command line -> Config: flags, else the settings of the run to resume, or the demo's."""
+    helps = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.M))
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser("gmts.py", allow_abbrev=False, formatter_class=form)
     parser.error = lambda message: parser.exit(2, f"gmts.py: {message}; --help lists the flags\n")
-    options = {f: "--" + f.name.replace("_", "-") for f in fields(Config)}
-    for f, option in options.items():
-        kw = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
-        parser.add_argument(option, default=f.default, help=f.metadata["help"], **kw)
-    first, saved = parser.parse_args(argv), {}
+    flags = {f.name: "--" + f.name.replace("_", "-") for f in fields(Config)}
+    for f in fields(Config):
+        kind = {"type": f.type, "choices": CHOICES.get(f.name)}
+        if f.type is bool:
+            kind = {"action": "store_true"}
+        parser.add_argument(flags[f.name], default=f.default, help=helps[f.name], **kind)
+
+    first = parser.parse_args(argv)
+    saved = vars(parser.parse_args(DEMO)) if first.model == "demo" else {}
     if first.resume:
-        with explain("--resume needs a run with a checkpoint"), open(first.out + "/config.json") as file:
-            saved = json.load(file) | {"resume": bool(checkpoints(first.out)[-1])}
-    demo = {f.name: f.metadata["demo"] for f in options if f.metadata["demo"] is not None}
-    parser.set_defaults(**saved or (demo if first.model == "demo" else {}))
+        if not checkpoints(first.out):
+            parser.error(f"--resume: there is no checkpoint in --out {first.out!r}")
+        with explain("--resume"):
+            saved = json.loads(Path(first.out, "config.json").read_text()) | {"resume": True}
+    parser.set_defaults(**saved)
     config = Config(**vars(parser.parse_args(argv)))
-    for f, option in options.items():
-        value, low = getattr(config, f.name), f.metadata["low"]
-        if low is not None and not value >= low: parser.error(f"{option} {value}: at least {low} is needed")
-        if value != saved.get(f.name, value) and f.name not in "out save_every device show audit".split():
-            parser.error(f"{option} {value}: the run to resume has {saved[f.name]}")
-    if not 0 < config.fraction <= 1: parser.error("--fraction must lie in (0, 1]")
-    if "{question}" not in config.prompt: parser.error(f"--prompt {config.prompt!r}: it lacks {{question}}")
-    model = os.path.basename(config.model.rstrip("/"))
-    config.out = config.out or f"runs/{model}-{config.select}-{config.seed}-{time.strftime('%m%d-%H%M%S')}"
+    for name, value in vars(config).items():
+        if first.resume and name not in CHANGEABLE and value != saved[name]:
+            parser.error(f"{flags[name]} {value}: the run to resume has {saved[name]}")
+        if not isinstance(value, str) and not (value > 0 if name in POSITIVE else value >= 0):
+            parser.error(f"{flags[name]} {value} is too small")
+    if config.fraction > 1:
+        parser.error(f"--fraction {config.fraction} is larger than 1")
+    if config.samples < 2:
+        parser.error("--samples 1 makes groups of one answer, which teach nothing")
+    if "{question}" not in config.prompt:
+        parser.error(f"--prompt {config.prompt!r} lacks {{question}}")
     return config
+
+
+# ---- 6 Data, models, checkpoints, log ------------------------------------------------------------
+
+GSM8K = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+MATH = "https://media.githubusercontent.com/media/openai/prm800k/main/prm800k/math_splits/"
+DOWNLOADS = {
+    "gsm8k": GSM8K + "train.jsonl",  # 7,473 problems
+    "gsm8k-test": GSM8K + "test.jsonl",  # 1,319
+    "math": MATH + "train.jsonl",  # 12,000
+    "math-test": MATH + "test.jsonl",  # 500
+}
+QUESTIONS = ("question", "problem", "prompt", "input")
+ANSWERS = ("answer", "final_answer", "target", "answerkey", "solution")
+
+
+def read_record(record):
+    """One record of a data file -> (question, answer)."""
+    record = {name.lower(): value for name, value in record.items()}
+    question = next((record[name] for name in QUESTIONS if record.get(name)), "")
+    answer = next((record[name] for name in ANSWERS if record.get(name) not in (None, "", [])), "")
+    options = record.get("choices") or []
+    if isinstance(question, dict):  # CommonsenseQA
+        question, options = question["stem"], question["choices"]
+    if isinstance(options, dict):
+        pairs = zip(options["label"], options["text"], strict=True)
+        options = [{"label": label, "text": text} for label, text in pairs]
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    answer = str(answer).strip() if isinstance(answer, (str, int, float)) else ""
+    if re.search(r"####|\\(boxed|fbox)", answer):  # a worked solution
+        answer = extract_answer(answer) or ""
+    if not isinstance(question, str) or not question.strip():
+        raise BadInput(f"no question in any of the columns {', '.join(QUESTIONS)}")
+    if not answer:
+        raise BadInput(f"no answer in any of the columns {', '.join(ANSWERS)}")
+    question = f"{record.get('body', '')} {question}".strip()  # SVAMP has its facts in Body
+    return "\n".join([question, *(f"({o['label']}) {o['text']}" for o in options)]), answer
+
+
+def load_problems(source):
+    """demo, a name (downloaded once, into torch.hub's cache) or a file -> [(question, answer)]."""
+    if source == "demo":
+        return demo_problems()
+    path = Path(source)
+    with explain(f"data {DOWNLOADS.get(source, source)}"):
+        if source in DOWNLOADS:
+            path = Path(torch.hub.get_dir(), "gmts", source + ".jsonl")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                torch.hub.download_url_to_file(DOWNLOADS[source], str(path), progress=False)
+        text = path.read_text(encoding="utf-8-sig")
+        array = text.lstrip().startswith("[")
+        problems = []
+        for number, record in enumerate(json.loads(text) if array else text.split("\n"), 1):
+            with explain(f"{'record' if array else 'line'} {number}"):
+                if array or record.strip():
+                    problems.append(read_record(record if array else json.loads(record)))
+    return problems
+
+
+def split_problems(config):
+    """-> problems to train on, problems to evaluate on; no question is in both."""
+    train = load_problems(config.data)
+    test = train[::10]  # a tenth is held out
+    if config.eval_data or config.data in DOWNLOADS:
+        test = load_problems(config.eval_data or config.data + "-test")
+    held_out = {question for question, _ in test}
+    train = [problem for problem in train if problem[0] not in held_out]
+    if not (train and test):
+        raise BadInput(f"data {config.data}: too few questions to train and evaluate on")
+    return train, test[: config.eval_size]
+
+
+def load_model(name, device, problems):
+    """A local folder, a hub name (Qwen's without "Qwen/" too), or demo -> model, tokenizer."""
+    if name == "demo":
+        model, tokenizer = demo_model(problems)
+    else:
+        name = name if "/" in name or Path(name).is_dir() else "Qwen/" + name
+        with explain(f"model {name} (a local folder or a name on the hub)"):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+    return model.to(device).eval(), tokenizer  # eval: dropout would make every pass another policy
+
+
+def render(tokenizer, question):
+    """A question as the model reads it: as a chat, if the tokenizer has a template for one."""
+    if tokenizer.chat_template is None:
+        return question
+    chat = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+def end_tokens(model, tokenizer):
+    """The ids that end an answer: a model may have several, a chat template one of its own."""
+    known = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "gmts"}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        ids = tokenizer(text.rpartition("gmts")[2].strip(), add_special_tokens=False).input_ids
+        ends |= set(ids[:1]) & set(tokenizer.all_special_ids)  # what closes the answer's turn
+    if not ends:
+        raise BadInput("the tokenizer has no end token: set eos_token in tokenizer_config.json")
+    return ends
+
+
+def encode(tokenizer, problems, config, context):
+    """Problems [(question, answer), ...] -> [(token ids of the prompt, answer), ...].
+
+    Prompts that leave no room for an answer in the model's context are left out.
+    """
+    texts = [render(tokenizer, config.prompt.replace("{question}", q)) for q, _ in problems]
+    prompts = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None).input_ids
+    pairs = [(ids, answer) for ids, (_, answer) in zip(prompts, problems, strict=True)]
+    pairs = [pair for pair in pairs if len(pair[0]) + config.max_tokens <= context]
+    if not pairs:
+        raise BadInput(
+            f"no prompt fits into {context} tokens with --max-tokens {config.max_tokens}"
+        )
+    return pairs
+
+
+def prepare(config):
+    """Device, reward, data, folder, model, optimizer and, with --resume, the checkpoint -> Run."""
+    device = config.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    with explain(f"--device {config.device}"):
+        torch.empty(0, device=device)
+    best = "bfloat16" if device.startswith("cuda") else "float32"
+    config.dtype = config.dtype.replace("auto", best)
+    reward = is_correct
+    if config.reward:
+        with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
+            file, _, name = config.reward.rpartition(":")
+            reward = runpy.run_path(file)[name]
+    train, test = split_problems(config)
+
+    name = f"{Path(config.model).name}-{config.select}-{config.seed}-{time.strftime('%m%d-%H%M%S')}"
+    config.out = config.out or f"runs/{name}"
+    if not config.resume:
+        with explain(f"--out {config.out} (a new folder; --resume goes on in an old one)"):
+            begun = Path(config.out, "metrics.csv").exists()
+            Path(config.out).mkdir(parents=True, exist_ok=not begun)
+            Path(config.out, "config.json").write_text(json.dumps(asdict(config), indent=1))
+
+    saved = checkpoints(config.out)[-1] if config.resume else None
+    set_seed(config.seed)
+    model, tokenizer = load_model(str(saved or config.model), device, train)
+    reference = None
+    if config.beta > 0:
+        set_seed(config.seed)  # the demo makes the same model again; after a resume too
+        reference = load_model(config.model, device, train)[0].requires_grad_(False)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+    problems = encode(tokenizer, train, config, context)
+    eval_problems = encode(tokenizer, test, config, context)
+    eval_problems.sort(key=lambda problem: len(problem[0]))  # for batches of like lengths
+    stop_ids = end_tokens(model, tokenizer)
+    # Each step sets the learning rate.
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0, fused=True)
+    run = Run(
+        config, model, reference, tokenizer, stop_ids, optimizer, reward, problems, eval_problems
+    )
+    if saved:
+        with explain(f"checkpoint {saved}"):
+            state = torch.load(saved / "trainer.pt", map_location=device, weights_only=True)
+            run.step, run.rows = state["step"], state["rows"]
+            optimizer.load_state_dict(state["optimizer"])
+
+    too_long = len(train) + len(test) - len(problems) - len(eval_problems)
+    print_settings(run, too_long)
+    return run
+
+
+def checkpoints(folder):
+    """The whole checkpoints in a run's folder, the newest last."""
+    return sorted(Path(folder).glob("step-" + "[0-9]" * 6))
+
+
+def save_checkpoint(run):
+    """Writes OUT/step-NNNNNN: a model for transformers, and trainer.pt with optimizer and log.
+
+    It gets its name when it is whole, and only then do older ones go.
+    """
+    older = checkpoints(run.config.out)
+    path = Path(run.config.out, f"step-{run.step:06d}")
+    if path in older:  # just resumed
+        return
+    part = path.with_suffix(".part")
+    state = {"step": run.step, "rows": run.rows, "optimizer": run.optimizer.state_dict()}
+    with explain(f"checkpoint {path}"):
+        try:
+            run.model.save_pretrained(part)
+            run.tokenizer.save_pretrained(part)
+            torch.save(state, part / "trainer.pt")
+            part.rename(path)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    for folder in older:
+        shutil.rmtree(folder)
+
+
+def print_settings(run, too_long):
+    """What differs from the defaults comes first."""
+    config = vars(run.config)
+    for title, differs in (("settings", True), ("defaults", False)):
+        names = [name for name in config if (config[name] != getattr(Config, name)) == differs]
+        print(f"{title}:", ", ".join(f"{name} {config[name]!r}" for name in names))
+    print(
+        f"{run.model.num_parameters():,} parameters, {len(run.problems):,} problems to train on,"
+        f" {len(run.eval_problems):,} to evaluate on, {too_long} left out as too long"
+    )
+
+
+HEADER = (
+    "step reward informative truncated length entropy (kept) grad_norm      lr tokens/s seconds"
+)
+LINE = (
+    "{step:4d} {reward:6.3f} {informative:11.0%} {truncated:9.0%} {length:6.1f} {entropy:7.3f}"
+    " {entropy_kept:6.3f} {grad_norm:9.3f} {lr:7.1e} {tokens_per_s:8.0f} {seconds:7.2f}"
+)
+
+
+def log_row(run):
+    """Writes metrics.csv, and prints its last row: every --log-every steps, or if evaluated."""
+    row = run.rows[-1]
+    with open(Path(run.config.out, "metrics.csv"), "w", newline="") as file:
+        log = csv.DictWriter(file, dict.fromkeys(name for row in run.rows for name in row))
+        log.writeheader()
+        log.writerows(run.rows)
+    if row["step"] % run.config.log_every and "accuracy" not in row:
+        return
+    if run.printed % 20 == 0:
+        print(HEADER, "   GB accuracy")
+    run.printed += 1
+    line = "   0" if row["step"] == 0 else LINE.format(**row)
+    memory = f"{row['peak_gb']:5.2f}" if row.get("peak_gb") else ""
+    accuracy = f"{row['accuracy']:.3f}" if "accuracy" in row else ""
+    print(f"{line:{len(HEADER)}} {memory:5} {accuracy:>8}".rstrip(), flush=True)
+    if row.get("informative") == 0:
+        print("  equal rewards in every group: nothing to learn from")
+    if run.config.show and run.shown and accuracy:
+        show(run)
+
+
+def show(run):
+    """Prints an answer better and one worse than its group's mean: kept tokens, largest scores."""
+    batch, keep, scores = run.shown
+    plain = not sys.stdout.isatty() or os.getenv("NO_COLOR")
+    start, end = "[]" if plain else ("\033[7m", "\033[0m")
+    for name, sign in (("right", 1), ("wrong", -1)):
+        rows = batch.advantages[:, 0] * sign > 0  # (N,)
+        row = int((rows * (1 + keep.sum(dim=1))).argmax())  # the one with the most kept tokens
+        # Token by token and escaped: what a model wrote must not steer a terminal.
+        ids = batch.tokens[row, batch.mask[row] & rows[row]].tolist()
+        words = [repr(run.tokenizer.decode([i]))[1:-1] for i in ids]
+        marked = [start + words[t] + end if keep[row, t] else words[t] for t in range(len(words))]
+        places = scores[row, : len(ids)].argsort(descending=True)[:5].tolist()
+        best = ", ".join(f"{words[t]!r} {scores[row, t]:.3f}" for t in places)
+        print(
+            f"  {name}: {''.join(marked) or 'none'}\n    largest {run.config.select} scores: {best}"
+        )
+
+
+# ---- 7 The demo: a careless pupil learns to add --------------------------------------------------
+
+
+def demo_problems(count=20_000):
+    """Questions such as 348+214= with their sums."""
+    rng = random.Random(0)
+    pairs = [(rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(count)]
+    return [(f"{a}+{b}=", str(a + b)) for a, b in dict.fromkeys(pairs)]
+
+
+FORGETS, SLIPS = 0.7, 0.03  # how often the pupil forgets a carry, or is one off in a column
+
+
+def careless_pupil(question, rng):
+    """Adds column by column from the right: 348+214= -> 8+4+0=12 4+1+1=06 3+2+0=05 ####562."""
+    columns, digits, carry = [], "", 0
+    a, b = question.rstrip("=").split("+")
+    for x, y in zip(reversed(a), reversed(b), strict=True):
+        carry = 0 if rng.random() < FORGETS else carry
+        slip = rng.choice((-1, 1)) if rng.random() < SLIPS else 0
+        total = f"{max(0, int(x) + int(y) + carry + slip):02d}"
+        columns.append(f"{x}+{y}+{carry}={total}")
+        carry, digits = int(total[0]), total[1] + digits
+    return " ".join(columns) + f" ####{carry or ''}{digits}"
+
+
+def demo_tokenizer():
+    """A token for each character, and one for ####."""
+    symbols = ["<end>", "<unknown>", "####", *"0123456789+= "]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>"
+    )
+
+
+def demo_model(problems, steps=600):
+    """A Qwen2 of 242k parameters that has watched a careless pupil add -> model, tokenizer."""
+    tokenizer = demo_tokenizer()
+    settings = transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=288,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(settings)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    for step in tqdm(range(steps), "warm start", leave=False, disable=None):
+        questions = [random.choice(problems)[0] for _ in range(64)]
+        texts = [question + careless_pupil(question, random) + "<end>" for question in questions]
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)  # (64, L+T)
+        labels[:, : len(questions[0])] = -100
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.95 * step / steps)
+        model(input_ids=batch.input_ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, tokenizer
+
+
+# ---- 8 The verifier ------------------------------------------------------------------------------
+# Is the answer of a language model the reference answer? Nothing is guessed or executed.
+#
+# `extract_answer` finds an answer in a completion, `answers_match` compares two, `is_correct` does
+# both. Symbols get one spelling each. A parser reads them; its functions return values, there is no
+# tree. An expression is its value at four points, its letters positive, negative and twice complex,
+# and exact while it is rational. What cannot be read matches its own text only. What is read, and where:
+#
+#     1,234   1{,}234   .5   3 \times 10^8   1101_2                       TOKEN, product, primary
+#     x   x_{12}   f'   \alpha   \pi   e   i   \infty   \vec{a}           letter
+#     \frac{a}{b}   \frac12   \frac\pi3   2\frac34   \binom nk   |x|      COMMANDS, primary
+#     x^{-1}   5!   \sqrt2   \sqrt[3]{x}   {a \over b}                    power, COMMANDS, sum
+#     \sin 2x   \sin^2 x   \tan^{-1} x   \log_2 8   \ln(x)                FUNCTIONS, function
+#     12\text{ cm}^2   5 apples   \$4.50   28\%   60^\circ   3:2          term
+#     x = 5   f(x) = 2x   x + y = 3   e^{i\pi} = -1   \sqrt2 \approx 1.4  relate, solve
+#     x \ge 5   0 < x \le 1   x \in [0, 1)   \{x : x > 0\}   x \ne 2      relate, solve
+#     1, 2   1 and 2   \{1, 2\}   A \cup B   (1, 2)   matrices            entries, bracket
+#     1 \pm 2   \text{East}   No solution   (B) 19   B.                   read_math, letter, CHOICE
+
+MAX_LENGTH = 2_000  # characters of an answer
+MAX_TOKENS = 300  # symbols of an answer
+MAX_DEPTH = 50  # brackets in brackets
+MAX_BITS = 2_500  # of a numerator or denominator
+NOISE = 1e-13  # a sum this small beside its terms is rounding
+TOLERANCE = 1e-10  # relative, where a value is not exact
+DECIMAL_TOLERANCE = 1e-6  # relative, where a decimal stands for 1/3 or \sqrt2
+
+# -- Spelling: symbols, words, phrases
+
+LAYOUT = r"""$ ~ \( \) \[ \] \left \right \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \displaystyle
+    \quad \qquad \, \; \: \! \limits \therefore \boxed \mathrm \mathbf \mathbb \text \textbf"""
+SYMBOLS = r"""
+    -: − – —        *: \cdot \times \ast · × ⋅        ÷: \div        ^: **        ^ 2: ²     ^ 3: ³
+    ±: \pm          ∓: \mp              =: \approx ≈ \simeq        ≠: \ne \neq !=        ∈: \in
+    <: \lt          >: \gt              ≤: <= \le \leq \leqslant   ≥: >= \ge \geq \geqslant
+    (: \langle      ): \rangle          ,: ; & and or \cup ∪ \lor \land          ⟧ , ⟦: \\
+    %: \% percent percentage pct        °: degree degrees        "dollar": \$     "euro": €
+    \frac: \dfrac \tfrac \cfrac         \binom: \dbinom \tbinom  \sqrt: √ sqrt    \abs: abs
+    \floor {: \lfloor                   \ceil {: \lceil          }: \rfloor \rceil
+    \pi: π pi       \infty: ∞ infinity  \emptyset: ∅ \varnothing   ': ′ \prime    log: lg \lg
+    \alpha: α       \beta: β            \gamma: γ                \delta: δ        \theta: θ
+    \lambda: λ      \mu: μ              \sigma: σ                \phi: φ          \omega: ω
+"""  # the spelling used here, and others for the same
+SPELLING = {
+    other: symbol
+    for symbol, others in (entry.split(": ") for entry in re.split(r"\s{2,}", SYMBOLS.strip()))
+    for other in others.split()
+} | dict.fromkeys(LAYOUT.split(), "")
+
+FUNCTIONS = {name: getattr(cmath, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
+FUNCTIONS |= {
+    "sec": lambda z: 1 / cmath.cos(z),
+    "csc": lambda z: 1 / cmath.sin(z),
+    "cot": lambda z: 1 / cmath.tan(z),
+    "arcsin": cmath.asin,
+    "arccos": cmath.acos,
+    "arctan": cmath.atan,
+    "arccot": lambda z: cmath.atan(1 / z),
+    "ln": cmath.log,
+    "log": cmath.log10,
+    "exp": lambda z: raise_to(math.e, z),
+}
+COMMANDS = {  # how many arguments, and the operation
+    r"\frac": (2, operator.truediv),
+    r"\mixed": (3, lambda whole, a, b: whole + a / b if 0 < (a / b).real < 1 else math.nan),
+    r"\sqrt": (1, lambda z: raise_to(z, Fraction(1, 2))),
+    r"\root": (2, lambda degree, z: raise_to(z, 1 / degree)),
+    r"\binom": (2, lambda n, k: factorial(n) / (factorial(k) * factorial(n - k))),
+    r"\abs": (1, abs),
+    r"\floor": (1, lambda z: raise_to(z, Fraction(3, 7))),  # not evaluated: any function does
+    r"\ceil": (1, lambda z: raise_to(z, Fraction(4, 7))),  # that nobody would write
+}
+UNITS = "cm mm km kg mg ml ft in yd mi lb lbs oz hr hrs sec mph m g s h L N J of it is no".split()
+CHANGES_VALUE = re.compile(  # five hundred, two thirds, 5 squared, not 7
+    r"(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty"
+    r"|fifty|sixty|seventy|eighty|ninety|hundred|thousand|\w+illion|lakh|crore|dozen|score|half"
+    r"|halve|quarter|third|(four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred"
+    r"|thousand|\w+illion)th)s?|squared|cubed|choose|times|over|divided|by|plus|minus|point|less"
+    r"|more|not|wrong|incorrect|false"
+)
+
+
+def quote_words(phrase):
+    """Words, perhaps units, in quotes; products, functions and what changes a value stay bare."""
+
+    def quote(run):
+        word = run[0] if run[0] in UNITS else run[0].lower()
+        known = word in SPELLING or word in FUNCTIONS or CHANGES_VALUE.fullmatch(word)
+        is_word = len(word) > 2 and re.search("[aeiou]", word) and not known
+        return f'"{word}"' if is_word or word in UNITS else run[0]
+
+    return " " + re.sub(r"\\?[A-Za-z]+", quote, phrase[1]) + " "
+
+
+TEXT = r"\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|[mhf]box|boxed|operatorname|boldsymbol)\*?\s*"
+MATRIX = r"\s*\{(?:[pbB]|small)?(?:matrix|array)\}"
+PHRASES = [  # from one spelling to another, in this order
+    (r'"', "″"),  # from here on quotes mark words
+    (r"(?<!\\)\$", " "),
+    (r"(?<!\\)\\\\(?=(?:d?frac|left|right|sqrt|text|pi|begin|end|cdot|times|infty)\b)", r"\\"),
+    (rf"\\begin{MATRIX}(\s*\{{[lcr|\s]*\}})?", "⟦⟦"),
+    (rf"(?:\\\\\s*)?\\end{MATRIX}", "⟧⟧"),
+    (TEXT + r"\{([^{}]*)\}", quote_words),
+    (r"(?<=[\d})])(\s+[A-Za-z]{3,}(?:[\s/]+[A-Za-z]+)*)", quote_words),  # 5 miles per hour
+    (r"(?<=[\d})])(\s*(?:[ckm]m|[km]g|ft|in|mi|lb|hr|mph)\b(?:[\s/]+[A-Za-z]+)*)", quote_words),
+    (r"^([A-Za-z][A-Za-z\s'-]+)$", quote_words),  # no solution
+    (r"(?<![\\A-Za-z\"])([A-Za-z]{4,})", quote_words),  # Area = 12
+    (r"(?<=\\\\)\s*\[[\d.]+\s*[a-z]{2}\]", ""),  # the distance between two rows
+    (r"(?<=\d)(?:\{,\}|,?\\!|\\,|,\\ )\s*(?=\d{3})", ""),  # 1{,}234
+    (r"(?<![\d.^_])(\d+)\s*\\[dtc]?frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})", r"\\mixed{\1}{\2}{\3}"),
+    (r"(?<![\d.^_])(\d+)\s+(\d+)/(\d+)", r"\\mixed{\1}{\2}{\3}"),  # 2 3/4
+    (r"\^\s*\{?\s*\\circ\s*\}?", "°"),
+    (r"\\\{\s*\w\s*(?:(?:\\in\b|∈)\s*[^\s:|]{1,20}\s*)?(?::|\||\\mid\b)", r"\\{"),  # \{x : x > 0\}
+    (r"\\\{\s*\\\}", r"\\emptyset "),
+    (r"(?:\||\\[lr]?vert\b)([^|]+?)(?:\||\\[lr]?vert\b)", r"\\abs{\1}"),
+    (r"(?<=[\d})])\s*(?:\\approx|≈)\s*-?[\d.]+", ""),  # \frac13 \approx 0.33
+    (r"√\s*(\d+)", r"\\sqrt{\1}"),
+    (r"(?:\\sqrt|√)\s*\[([^\[\]]*)\]", r"\\root{\1}"),
+    (r"(?<!\\)\\(?=\s|$)", " "),
+    (r"\d", lambda digit: str(int(digit[0]))),  # digits of any script
+    (r"log\s*_", "log @"),  # a base; all else is an index, x_1 or x_{12}
+    (r"(\\(?:[dtc]?frac|[dt]?binom|sqrt)|log @)\s*(\d)", r"\1{\2}"),  # \frac12, \sqrt2
+    (r"(\\(?:[dtc]?frac|[dt]?binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"_\s*(\d+|[A-Za-z]|\\[A-Za-z]+)", r"_{\1}"),
+    (
+        r"(?<![\\A-Za-z])([fg])(?:\\left)?\(([^(){}]*?)(?:\\right)?\)",
+        r"\1_{(\2)}",
+    ),  # f(x) is no product
+    (r"_\s*\{[^{}]*\}", lambda index: "".join(index[0].split())),
+]
+TOKEN = re.compile(
+    r"""(?:\d*\.\d*)?\\(?:vec|hat|bar|dot|over\w+)\{[^{}]*\}        # \vec{a}, 0.\overline{3}
+    | \\[A-Za-z]+ | \\. | _\{[^{}]*\}                               # commands, indices
+    | "[A-Za-z]+" | [A-Za-z]+                                       # words, runs of letters
+    | (?<!\d,)\d{1,3}(?:[, ]\d{3})+(?![, ]?\d)(?:\.\d+)?            # 1,234,567.8
+    | \d+_\{\d+\} | \d+\.?\d* | \.\d+                               # 1101_2, 1.5, .5
+    | <= | >= | (?<=\s)!= | \*\* | \S""",
+    re.VERBOSE | re.DOTALL,
+)
+END = "end of text"
+
+
+def tokenize_math(text):
+    """One spelling for each symbol: numbers, letters, functions, commands, words in quotes."""
+    for pattern, spelling in PHRASES:
+        text = re.sub(pattern, spelling, text)
+    tokens, depth = [], 0
+    for token in TOKEN.findall(text):
+        symbol = SPELLING.get(token, token)
+        depth += (symbol in ("(", "[", r"\{")) - (symbol in (")", "]", r"\}"))
+        if token[0].isdigit():  # in brackets 1,234 are two numbers
+            tokens += token.replace(" ", "").replace(",", " , " if depth > 0 else "").split()
+        elif symbol.removeprefix("\\") in FUNCTIONS:
+            tokens.append(symbol.removeprefix("\\"))
+        else:
+            tokens += symbol if symbol.isalpha() else symbol.split()  # letter by letter
+    return tokens
+
+
+# -- Values
+
+
+@dataclass(frozen=True)
+class Value:
+    points: tuple = ()  # of a number: a Fraction or complex; four of them if there are letters
+    kind: str = "number"  # or "list", which has no order: a set, a union; "()", "[)"; "⟦⟧"; "="
+    items: tuple = ()  # of a list, a tuple, an interval, a matrix
+    computed: bool = False  # has a sum or product of numerals: 3*4+2, the question and no answer
+    decimal: bool = False  # has a decimal point
+    unit: str = ""
+    name: str = ""  # the x of x = 5 and of 0 < x < 1
+    sides: tuple = ()  # of an equation or an inequality: its sign, left and right
+
+
+def require(condition, reason):
+    """Whatever does not hold makes a text unreadable."""
+    if not condition:
+        raise ValueError(reason)
+
+
+def inexact(number, noise=0):
+    """A complex double whose parts are 0 or of moderate size; all else raises."""
+    result = complex(number) + 0j  # turns -0.0, the other side of a branch cut, into 0.0
+    require(result or not number, "underflow is not 0")
+    parts = [0.0 if abs(part) <= noise else part for part in (result.real, result.imag)]
+    for part in parts:
+        require(part == 0 or 1e-150 < abs(part) < 1e150, "too large, too small or not a number")
+    return complex(*parts)
+
+
+def combine(operation, *operands, computed=False, noisy=False):
+    """The value of an operation. All numbers are made here, and none of them can grow."""
+    require(all(x.kind == "number" and not x.unit for x in operands), "only numbers have a sum")
+    points = []
+    for place in range(max(len(x.points) for x in operands)):
+        numbers = [x.points[place % len(x.points)] for x in operands]
+        if not all(isinstance(x, Fraction) for x in numbers):
+            numbers = [inexact(x) if isinstance(x, Fraction) else x for x in numbers]
+        result = operation(*numbers)
+        if isinstance(result, Fraction):
+            bits = max(result.numerator.bit_length(), result.denominator.bit_length())
+            require(bits <= MAX_BITS, "too many digits")
+        else:
+            result = inexact(result, NOISE * max(abs(x) for x in numbers) if noisy else 0)
+        points.append(result)
+    computed = computed and len(points) == 1 or any(x.computed for x in operands)
+    return Value(tuple(points), computed=computed, decimal=any(x.decimal for x in operands))
+
+
+def raise_to(base, exponent):
+    """A power, exact if it can be; an odd root of a negative number is the real one."""
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        power, degree = exponent.numerator, exponent.denominator
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1  # 0 for 1, -1
+        if degree == 1 and bits * abs(power) <= MAX_BITS:
+            return base**power
+        if base < 0 and degree % 2:
+            return (-1) ** power * raise_to(-base, exponent)
+    base, exponent = inexact(base), inexact(exponent)
+    result = base**exponent
+    require(result or not base, "underflow is not 0")
+    return result
+
+
+def factorial(z):
+    """Exact for whole numbers, else by Stirling's series some steps to the right."""
+    if isinstance(z, Fraction) and z.denominator == 1 and 0 <= z <= 500:
+        return Fraction(math.factorial(int(z)))
+    z, product = inexact(z) + 1, 1
+    require(abs(z) < 200, "a large factorial")
+    while z.real < 25:
+        z, product = z + 1, product * z
+    series = 1 / (12 * z) - 1 / (360 * z**3) + 1 / (1260 * z**5)
+    return cmath.exp((z - 0.5) * cmath.log(z) - z + series) * math.sqrt(2 * math.pi) / product
+
+
+@functools.lru_cache(1000)
+def letter_value(name):
+    """Four numbers, the same ones wherever the name stands."""
+    a, b, c, d = (Fraction(x, 997) for x in random.Random(name).sample(range(1000, 4000), 4))
+    return Value((a, -b, complex(c, d), complex(-d, a)))
+
+
+CONSTANTS = {"e": Value((complex(math.e),)), "i": Value((1j,)), r"\pi": Value((complex(math.pi),))}
+DEGREE = Value((complex(math.pi / 180),))
+HUNDRED = Value((Fraction(100),))
+INFINITY = letter_value(r"\infty")
+
+# -- The parser
+
+RELATIONS = ("=", "≠", "<", "≤", ">", "≥", "∈")
+BRACKETS = {"(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), "⟦": ("⟧",)}
+ARGUMENT_ENDS = (*FUNCTIONS, *COMMANDS, *BRACKETS)  # \\sin 2x \\cos x
+INFIX = {r"\over": r"\frac", r"\choose": r"\binom"}
+INTERVALS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
+INDEX = r"(?:_\{[^{}]*\})?"
+NAME = re.compile(  # what an equation may be solved for
+    rf"""[A-Za-z]{INDEX}'*(?:\^\{{-1\}})?(?:\([\w,]+\))?      # x, a_{{10}}, f(x), f^{{-1}}(x)
+    | \\[a-z]+{INDEX} | \(\w{INDEX}(?:,\w{INDEX})*\)          # \theta, (x,y)
+    | (?=.*[A-Z])(?:\\frac|\\abs|[A-Z{{}}/:_\d])+             # AB, |AB|, AB/CD
+    | ".* | \\frac\{{d\w*\}}\{{d\w\}} | \\(?:lim|angle|max|min|sum|prod|int).* """,
+    re.VERBOSE,
+)
+
+
+@dataclass
+class MathParser:
+    """Each method reads one construct, from the position on, and returns its value."""
+
+    tokens: list
+    plus_minus: int = 1  # which sign a plus-minus has in this reading
+    position: int = 0
+    depth: int = 0
+
+    def peek(self, offset=0):
+        return self.tokens[self.position + offset]
+
+    def take(self, *wanted):
+        """The next token if it is one of these, else nothing."""
+        if self.peek() not in wanted:
+            return ""
+        self.position += 1
+        return self.peek(-1)
+
+    def entries(self, *closing):
+        """Items between commas, up to the closing bracket."""
+        items = [self.relation()]
+        while not self.take(*closing):
+            require(self.take(","), "more than an item")
+            self.take(",")  # 1, 2, and 3
+            items.append(self.relation())
+        return tuple(items)
+
+    def relation(self):
+        """Terms with =, <, ... between them, or one term."""
+        self.take("=")  # or ≈
+        terms, names, signs = [], [], []
+        while len(signs) == len(terms):
+            start = self.position
+            terms.append(self.term())
+            names.append("".join(self.tokens[start : self.position]))
+            if self.peek() in RELATIONS:
+                signs.append(self.take(*RELATIONS))
+        return relate(terms, names, signs) if signs else terms[0]
+
+    def term(self):
+        """A sum or a ratio, with its unit: 12 cm, \\$5, 60°, 5 miles per hour."""
+        unit = self.take('"dollar"', '"euro"')
+        value = self.sum()
+        if self.take(":"):
+            value = combine(operator.truediv, value, self.sum(), computed=True)
+        sign = self.take("%", "°")
+        while not sign and (self.peek()[0] == '"' or unit and self.peek() in ("/", "^")):
+            token = self.take(self.peek())
+            unit += str(self.exponent().points) if token == "^" else token
+        unit = sign or re.sub(r'(?<=\w\w)s(?=")|"', "", unit)
+        return replace(value, unit=unit) if unit and value.kind == "number" else value
+
+    def sum(self):
+        value = self.product()
+        while self.peek() in ("+", "-", "±", "∓"):
+            value = combine(operator.add, value, self.product(), computed=True, noisy=True)
+        while command := INFIX.get(self.take(*INFIX)):
+            value = combine(COMMANDS[command][1], value, self.sum())
+        return value
+
+    def product(self):
+        """Factors, with or without a sign between them."""
+        value = self.signed()
+        while True:
+            numeral = self.peek(-1)[0].isdigit()
+            sign = self.take("*", "/", "÷")
+            if not sign and not self.at_factor():
+                return value
+            scientific = numeral and self.peek() == "10" and self.peek(1) == "^"
+            factor = self.signed() if sign else self.power()
+            if sign in ("/", "÷"):
+                value = combine(operator.truediv, value, factor, computed=sign == "÷")
+            else:
+                value = combine(operator.mul, value, factor, computed=not scientific)
+
+    def at_factor(self):
+        """Does a factor follow? A numeral behind a numeral or a letter is none."""
+        token = self.peek()
+        if token[0].isdigit():
+            return self.peek(-1) in ("!", ")", "}")
+        command = token[0] == "\\" and token not in (r"\}", *INFIX)
+        return command or token in ("(", "[", "{") or token.isalpha()
+
+    def signed(self):
+        """A power and the signs before it."""
+        sign = {"": 1, "±": self.plus_minus, "∓": -self.plus_minus}[self.take("±", "∓")]
+        while token := self.take("+", "-"):
+            sign = -sign if token == "-" else sign
+        value = self.power()
+        return value if sign > 0 else combine(operator.neg, value)
+
+    def power(self):
+        """An operand and what stands behind it: x^2, n!."""
+        value = self.primary()
+        while self.take("!"):
+            value = combine(factorial, value)
+        return combine(raise_to, value, self.exponent()) if self.take("^") else value
+
+    def exponent(self):
+        negative = self.take("-")
+        value = self.primary()
+        return combine(operator.neg, value) if negative else value
+
+    def primary(self):
+        """An operand: a number, a letter, something in brackets, a command with its arguments."""
+        self.depth += 1
+        require(self.depth <= MAX_DEPTH, "too deep")
+        token = self.take(self.peek())
+        if token in COMMANDS:
+            count, operation = COMMANDS[token]
+            value = combine(operation, *[self.primary() for _ in range(count)])
+        elif token in FUNCTIONS:
+            value = self.function(token)
+        elif token in BRACKETS:
+            value = self.bracket(token)
+        elif re.fullmatch(r"\d+\.?\d*|\.\d+", token):
+            value = combine(operator.pos, Value((Fraction(token),), decimal="." in token))
+        else:
+            value = self.letter(token)
+        self.depth -= 1
+        return value
+
+    def letter(self, name):
+        """A letter, a word, a numeral in a base or an unknown command, with primes and index."""
+        require(re.fullmatch(r'"\w+"|\\?[A-Za-z]+|\S+\{.*\}', name), "an unknown symbol")
+        while name[0] == '"' and self.peek()[0] == '"':
+            name += self.take(self.peek())  # area of the square
+        while self.peek()[0] in "'_":
+            name += self.take(self.peek())
+        return CONSTANTS.get(name) or letter_value(name.strip('"'))
+
+    def function(self, name):
+        r"""Its base or power, then what stands in brackets, or factors up to the next function."""
+        base = self.take("@") and self.primary()
+        power = self.take("^") and self.exponent()
+        if power and power.points == (-1,) and "arc" + name in FUNCTIONS:
+            name, power = "arc" + name, None  # \tan^{-1}
+        in_brackets = self.peek() in ("(", "[", "{")
+        argument = self.primary() if in_brackets else self.signed()
+        while not in_brackets and self.at_factor() and self.peek() not in ARGUMENT_ENDS:
+            argument = combine(operator.mul, argument, self.power(), computed=True)
+        if self.take("°") or argument.unit == "°":
+            argument = combine(operator.mul, replace(argument, unit=""), DEGREE)
+        small = all(abs(inexact(z)) < 1e6 for z in argument.points)
+        noisy = small and name in ("sin", "cos", "tan", "cot")  # sin(pi) is 1.2e-16 in doubles
+        value = combine(lambda z: FUNCTIONS[name](inexact(z)), argument, noisy=noisy)
+        if base:
+            value = combine(lambda z, b: z / FUNCTIONS[name](inexact(b)), value, base)
+        return combine(raise_to, value, power) if power else value
+
+    def bracket(self, opening):
+        """A set, a tuple, an interval, a matrix and its rows; around one item brackets only group."""
+        items = self.entries(*BRACKETS[opening])
+        kind = opening + self.peek(-1)
+        if len(items) == 1 and kind in ("()", "[]", "{}"):
+            return items[0]
+        return Value(kind="list" if opening in ("{", r"\{") else kind, items=items)
+
+
+def relate(terms, names, signs):
+    """Terms and the relations between them: an equation, an interval, ..."""
+    if signs == ["∈"]:
+        return terms[1]
+    if signs[0] in (">", "≥"):
+        terms, names = terms[::-1], names[::-1]
+        signs = [{">": "<", "≥": "≤"}.get(sign) for sign in signs[::-1]]
+    if len(signs) == 1 or set(signs) == {"="}:
+        return solve(terms[0], signs[0], terms[-1], names[0], names[-1])
+    require(len(signs) == 2 and set(signs) <= {"<", "≤"}, "relations that do not go together")
+    require(NAME.fullmatch(names[1]), "an interval for nothing")
+    return Value(kind=INTERVALS["".join(signs)], items=(terms[0], terms[2]), name=names[1])
+
+
+def solve(left, sign, right, left_name, right_name):
+    """Two sides. An equation for a name is its other side, an inequality for a name an interval."""
+    value, name = Value(kind=sign), ""
+    if sign == "=" and left.points and points_match(left, right):
+        return right  # 10/2 = 5
+    if sign != "≠" and NAME.fullmatch(left_name):
+        ends = combine(operator.neg, INFINITY), right
+        value = right if sign == "=" else Value(kind=INTERVALS["<" + sign], items=ends)
+        name = left_name
+    elif sign != "≠" and NAME.fullmatch(right_name):
+        value = left if sign == "=" else Value(kind=INTERVALS[sign + "<"], items=(left, INFINITY))
+        name = right_name
+    return replace(value, name=name, sides=(sign, left, right))
+
+
+# -- The comparison
+
+
+def points_match(a, g, tolerance=0):
+    """The same values at all points: exactly if they are exact, else up to rounding."""
+
+    def match(x, y):
+        if not tolerance and isinstance(x, Fraction) and isinstance(y, Fraction):
+            return x == y
+        x, y = inexact(x), inexact(y)
+        return abs(x - y) <= (tolerance or TOLERANCE) * max(abs(x), abs(y))
+
+    return len(a.points) == len(g.points) and all(map(match, a.points, g.points))
+
+
+def numbers_match(a, g):
+    """Two values with their units: 12 cm is 12, but not 12 m; p% is p, and p/100."""
+    if a.unit and g.unit and a.unit != g.unit:
+        return False
+    exact, gold_exact = (len(x.points) == 1 and isinstance(x.points[0], Fraction) for x in (a, g))
+    whole = exact and a.points[0].denominator == 1
+    gold_whole = gold_exact and g.points[0].denominator == 1
+    rounded = g.decimal and not gold_whole and not exact  # 3.4641016151377544 for 2\sqrt3
+    if a.computed and gold_exact and not g.computed and not rounded:
+        return False  # boxing the question would pay
+    decimal = a.decimal != g.decimal and not whole and not gold_whole and len(a.points) == 1
+    tolerance = DECIMAL_TOLERANCE if decimal else 0
+    if points_match(a, g, tolerance):
+        return True
+    if a.unit == g.unit or "%" not in (a.unit, g.unit):
+        return False
+    percent, other = (a, g) if a.unit == "%" else (g, a)
+    return points_match(percent, combine(operator.mul, other, HUNDRED), tolerance)
+
+
+def items_match(a, g):
+    """Two items of any kind; x = 5 is 5, but not y = 5."""
+    if a.sides and g.sides and not (a.name and a.name == g.name):
+        return sides_match(a.sides, g.sides)
+    if a.name and g.name and a.name != g.name:
+        return False
+    if "list" in (a.kind, g.kind):
+        return lists_match(*(x.items if x.kind == "list" else (x,) for x in (a, g)))
+    if a.kind != g.kind:
+        return False
+    if a.kind == "number":
+        return numbers_match(a, g)
+    return len(a.items) == len(g.items) > 0 and all(map(items_match, a.items, g.items))
+
+
+def sides_match(a, g):
+    """Equations with proportional differences; of inequalities the factor is positive."""
+    scaled = []
+    for sign, left, right in (a, g):
+        if sign != a[0] or not left.points or not right.points or left.unit or right.unit:
+            return False
+        difference = combine(operator.sub, left, right, noisy=True)
+        scale = difference.points[0] if sign in "=≠" else abs(difference.points[0])
+        scaled.append(combine(operator.truediv, difference, Value((scale,))))
+    return len(scaled[0].points) > 1 and points_match(*scaled)
+
+
+def lists_match(answers, golds):
+    """As many items, and each of one list in the other, in whatever order."""
+    rest = list(golds)
+    if len(answers) != len(rest) or len(rest) > 100:
+        return False
+    for answer in answers:
+        match = next((gold for gold in rest if items_match(answer, gold)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+@functools.lru_cache(500)
+def read_math(text):
+    """The text in one spelling, and the item that it is, or None if it cannot be read."""
+    tokens = tokenize_math(strip_marks(text))
+    spelling = " ".join(tokens).replace('"', "")
+    signs = (1, -1) if "±" in tokens or "∓" in tokens else (1,)
+    try:
+        require(len(tokens) <= MAX_TOKENS, "too long")
+        readings = [MathParser([*tokens, END], sign).entries(END) for sign in signs]
+    except (ArithmeticError, ValueError):
+        return spelling, None
+    sets = [r[0].items if len(r) == 1 and r[0].kind == "list" else r for r in readings]
+    changed = [minus for plus, minus in zip(sets[0], sets[-1], strict=True) if minus != plus]
+    items = (*sets[0], *changed)
+    return spelling, items[0] if len(items) == 1 else Value(kind="list", items=items)
+
+
+def strip_marks(text):
+    r"""Without the blanks, $, \( \), \[ \], bold marks and the final point around it."""
+    text, before = text.strip(), None
+    while text != before and len(text) <= MAX_LENGTH:
+        before = text
+        text = text.strip().strip("$`").rstrip(".,")
+        for mark in ("**", r"\(", r"\)", r"\[", r"\]"):
+            text = text.removeprefix(mark).removesuffix(mark)
+    return text
+
+
+EDGE = r"[\s$~(){}\\]*"
+OPTION = re.compile(rf"{EDGE}([A-Z]){EDGE}\.?{EDGE}")  # C, (C), \text{C}
+CHOICE = re.compile(rf"{EDGE}([A-Z]){EDGE}[).:](?!.*(?!A [a-z])\b[A-Z]\b).*", re.DOTALL)  # (C) 19
+
+
+def answers_match(answer, gold):
+    """Is `answer` the same object as `gold`?"""
+    if max(len(answer), len(gold)) > MAX_LENGTH or not gold.strip():
+        return False
+    if re.fullmatch(r"-?[0-9]+", answer) and re.fullmatch(r"-?[0-9]+", gold):
+        return int(answer) == int(gold)
+    option = OPTION.fullmatch(re.sub(TEXT, "", gold))
+    if option:
+        text = re.sub(TEXT, "", answer)
+        choice = OPTION.fullmatch(text) or CHOICE.fullmatch(text)
+        return bool(choice and choice[1] == option[1])
+    try:
+        (spelling, item), (gold_spelling, gold_item) = read_math(answer), read_math(gold)
+        if spelling == gold_spelling or item is None or gold_item is None:
+            return spelling == gold_spelling != ""
+        return items_match(item, gold_item)
+    except (ArithmeticError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+# -- Where the answer stands in a completion
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+SPACE = r"(?:[\s$.{}]|\\(?:text|mbox|quad|qquad|[()\[\],; ])){0,30}"
+BETWEEN_BOXES = re.compile(rf"(?:{SPACE}(?:[,;]|and|or)){{1,9}}{SPACE}")
+MARKERS = (r"####:?(?!.{,30}[Aa]nswer)", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))")
+
+
+def find_boxes(text):
+    """Beginning, content and end of the last balanced boxes, from the last one backwards."""
+    for command in reversed(deque(BOX.finditer(text), maxlen=50)):
+        start, depth = command.end(), 1
+        for brace in re.finditer(r"(?<!\\)[{}]", text[start : start + MAX_LENGTH]):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                content = text[start : start + brace.start()]
+                yield command.start(), content, start + brace.end()
+                break
+
+
+def boxes_in_a_row(text):
+    """What the last box holds, behind those that only a comma or and separates from it."""
+    row, next_begin = [], 0
+    for begin, content, end in find_boxes(text):
+        if row and not BETWEEN_BOXES.fullmatch(text, end, next_begin):
+            break
+        row.append(content)
+        next_begin = begin
+    return row[::-1]
+
+
+def find_answer(text):
+    """The answer as it stands in the text, if any, and all boxes in a row as a list."""
+    text = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
+    row = boxes_in_a_row(text)
+    answer = row[-1] if row else None
+    if answer is None and "</answer>" in text:
+        answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
+    for marker in MARKERS:
+        *before, rest = re.split(marker, text) if answer is None else [text]
+        if before:
+            rest = rest.lstrip(" \t\r\n:*`$").removeprefix(r"\[").removeprefix(r"\(").lstrip()
+            sentence = re.split(r"[.?](?:\s|$)|\n", rest, maxsplit=1)[0]
+            answer = re.sub(r"^The [^=]{1,200}? is ", "", sentence)  # The largest n is 34
+    return strip_marks(answer or ""), ", ".join(row)
+
+
+def extract_answer(text):
+    """The last box, else <answer>, else what follows the last ####, "answer is" or "Answer:"."""
+    return find_answer(text)[0] or None
+
+
+def is_correct(completion, gold):
+    """The reward: is the completion's answer right?"""
+    answer, row = find_answer(completion)
+    return answers_match(answer, gold) or answers_match(row, gold)
+
+
 def main(argv=None):
-    """Runs the command line; bad input ends in one line on stderr and exit status 2."""
+    """The command line; bad input ends in one line on stderr and exit status 2."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try: train(parse(argv))
-    except (BadInput, torch.cuda.OutOfMemoryError, KeyboardInterrupt) as error:
-        said = {KeyboardInterrupt: "stopped; --resume goes on from the last checkpoint", BadInput: str(error)}
-        short = "out of GPU memory; lower --micro-tokens, --prompts, --samples or --max-tokens"
-        print("gmts.py:", " ".join(said.get(type(error), short).split())[:1000], file=sys.stderr)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
+    try:
+        train(parse(argv))
+        return
+    except BadInput as error:
+        status, message = 2, str(error)
+    except torch.OutOfMemoryError:
+        status, message = 2, "out of GPU memory: lower --micro-tokens, --prompts or --max-tokens"
+    except KeyboardInterrupt:
+        status, message = 130, "stopped; --resume goes on from the last checkpoint"
+    print("gmts.py:", " ".join(message.split())[:1000], file=sys.stderr)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)                                      # gloo's threads can abort Python's own way out
