@@ -11,9 +11,8 @@ estimates the size of every token's gradient without a backward pass,
                                     omega_t  factor of grad log pi(y_t) in the objective
 
 and trains on the 20% of the tokens with the largest delta. Entropy can stand in for the norm of
-grad log pi: at the logits its mean square is 1 - sum pi^2, which is at most 1 - exp(-H).
-
-Where this file departs from the paper:
+grad log pi: at the logits its mean square is 1 - sum pi^2, which is at most 1 - exp(-H). Where this
+file departs from the paper:
 1. Groups whose answers are all equally good, which carry no signal, leave the batch before the
    ranking, for every selector: 20% means 20% of the tokens that can teach something.
 2. Ranking and denominator are of the whole batch, as in the paper's text. (The authors' code ranks
@@ -29,25 +28,21 @@ T answer tokens, V vocabulary, D width of the model, K kept tokens.
 """
 
 import argparse
-import cmath
 import contextlib
 import csv
-import functools
+import hashlib
+import importlib.util
 import inspect
 import json
 import math
-import operator
 import os
 import random
 import re
-import runpy
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from fractions import Fraction
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -224,12 +219,10 @@ def prompt_cache(model, prompt_ids, prompt_mask, prompt_index):
 
 
 def draw(logits, temperature):
-    """A token for each row of logits (n, V) -> (n,); at temperature 0 the likeliest.
-
-    By inverting the CDF: one random number a row, where torch.multinomial draws V of them.
-    """
+    """A token for each row of logits (n, V) -> (n,); at temperature 0 the likeliest."""
     if temperature == 0:
         return logits.argmax(dim=-1)
+    # By inverting the CDF: one random number a row, where torch.multinomial draws V of them.
     cdf = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)  # (n, V)
     point = torch.rand_like(cdf[:, :1]).clamp_max(1 - 1e-6) * cdf[:, -1:]  # (n, 1), below the end
     token = torch.searchsorted(cdf, point, right=True).squeeze(1)  # (n,)
@@ -285,14 +278,24 @@ def rollout(run, problems, samples, temperature):
     run (section 5) holds the model, its tokenizer, the reward and the settings.
     """
     config, device = run.config, run.model.device
-    L = max(len(ids) for ids, _ in problems)
-    prompt_ids = [[0] * (L - len(ids)) + ids for ids, _ in problems]
-    prompt_ids = torch.tensor(prompt_ids, device=device)  # (P, L)
-    prompt_mask = [[0] * (L - len(ids)) + [1] * len(ids) for ids, _ in problems]
-    prompt_mask = torch.tensor(prompt_mask, device=device)  # (P, L)
-    limits = config.max_tokens, run.stop_ids, temperature
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-        tokens, mask, *stats = sample(run.model, prompt_ids, prompt_mask, samples, *limits)
+    problems = sorted(problems, key=lambda problem: len(problem[0]))
+    widths = [len(ids) + config.max_tokens for ids, _ in problems]
+    L = len(problems[-1][0])
+    padded = [[-1] * (L - len(ids)) + ids for ids, _ in problems]  # -1: no token
+    padded = torch.tensor(padded, device=device)  # (P, L)
+    prompt_ids, prompt_mask = padded.clamp_min(0), (padded >= 0).long()  # (P, L) each
+
+    # Sample. A prompt more than twice as long does not pad the others: it starts another part.
+    sampled, start = [], 0
+    while start < len(problems):
+        stop = sum(width <= 2 * widths[start] for width in widths)
+        L = widths[stop - 1] - config.max_tokens
+        part = prompt_ids[start:stop, -L:], prompt_mask[start:stop, -L:], samples  # (p, L) each
+        limits = config.max_tokens, run.stop_ids, temperature
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+            sampled.append(sample(run.model, *part, *limits))
+        start = stop
+    tokens, mask, *stats = (torch.cat(parts) for parts in zip(*sampled, strict=True))  # (N, T)
 
     # Reward.
     ids = [row[real].tolist() for row, real in zip(tokens.cpu(), mask.cpu(), strict=True)]
@@ -394,8 +397,8 @@ def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
         logprobs = -F.cross_entropy(logits, batch.tokens[row, column], reduction="none")  # (K,)
         old, ref = batch.logprobs[row, column], ref_logprobs[row, column]  # (K,), (K,)
         advantages = batch.advantages[row, 0]  # (K,)
-        clip = config.clip_low, config.clip_high
-        loss = policy_loss(logprobs, old, advantages, denominator, *clip, ref, config.beta)
+        terms = config.clip_low, config.clip_high, ref, config.beta
+        loss = policy_loss(logprobs, old, advantages, denominator, *terms)
         loss.backward()
         total += loss.detach()
     return total
@@ -407,11 +410,8 @@ def learn(run, batch):
     Returns figures for the log. With --updates 1, the default, everything here is on policy.
     """
     config, model = run.config, run.model
-    clip = config.clip_low, config.clip_high
     advantages = batch.advantages.expand_as(batch.mask)  # (N, T)
-    trained = torch.zeros_like(batch.mask)  # (N, T) kept by any of the updates
-    clipped = torch.zeros_like(batch.mask)  # (N, T)
-    norms = []
+    trained, norms = torch.zeros_like(batch.mask), []  # (N, T) kept by any of the updates
 
     # Groups whose answers are all equally good leave the batch: they teach nothing.
     informative = batch.prompt_index[batch.advantages[:, 0] != 0].unique()  # (groups,)
@@ -422,13 +422,11 @@ def learn(run, batch):
         logprobs, entropy, logit_grad_norm = batch.logprobs, batch.entropy, batch.logit_grad_norm
         if update > 0:
             logprobs, entropy, logit_grad_norm = score_tokens(model, batch, candidates, config)
-        omega = policy_weight(logprobs, batch.logprobs, advantages, *clip)  # (N, T) without KL,
-        clipped |= candidates & (omega == 0) & (advantages != 0)  # 0 just where it is clipped
         ref_logprobs = batch.logprobs  # (N, T) of no effect with a beta of 0
         if config.beta > 0:
             ref_logprobs, *_ = score_tokens(run.reference, batch, candidates, config)
-            kl = ref_logprobs, config.beta
-            omega = policy_weight(logprobs, batch.logprobs, advantages, *clip, *kl)  # (N, T)
+        terms = config.clip_low, config.clip_high, ref_logprobs, config.beta
+        omega = policy_weight(logprobs, batch.logprobs, advantages, *terms)  # (N, T)
         scores = token_scores(config.select, entropy, logit_grad_norm, omega)  # (N, T)
 
         # Select, among the tokens of all these groups at once.
@@ -450,7 +448,6 @@ def learn(run, batch):
         "informative": len(informative) / len(batch.prompt_ids),
         "entropy_kept": float(batch.entropy[trained].sum() / trained.sum().clamp_min(1)),
         "kept": float(trained.sum() / ranked.clamp_min(1)),
-        "clipped": float(clipped.sum() / ranked.clamp_min(1)),
         "grad_norm": sum(norms) / max(1, len(norms)),
     }
 
@@ -481,13 +478,11 @@ def train_step(run):
     set_seed(int(np.random.SeedSequence([config.seed, run.step]).generate_state(1)[0]))
 
     # The next problems. Each epoch goes through all of them in another order.
-    count, first = len(run.problems), run.step * config.prompts
-    orders, problems = {}, []
-    for i in range(first, first + config.prompts):
-        epoch = i // count
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng([config.seed, epoch]).permutation(count)
-        problems.append(run.problems[orders[epoch][i % count]])
+    problems = []
+    for i in range(run.step * config.prompts, (run.step + 1) * config.prompts):
+        epoch, place = divmod(i, len(run.problems))
+        order = np.random.default_rng([config.seed, epoch]).permutation(len(run.problems))
+        problems.append(run.problems[order[place]])
 
     # A linear warm-up, times a linear decay from 1 at the first step towards --lr-end.
     lr = config.lr * min(1, (run.step + 1) / max(1, config.warmup))
@@ -551,6 +546,7 @@ class Config:
     data: str = "gsm8k"  # gsm8k, math, demo, or a .jsonl or .json file
     eval_data: str = ""  # the same to evaluate on; if empty, its own test set or a held-out tenth
     prompt: str = BOXED  # what the model is asked; {question} is put in
+    template: str = ""  # JSON for the chat template, such as {"enable_thinking": false}
     reward: str = ""  # FILE.py:FUNCTION, f(completion, answer) -> number; if empty, the verifier
     select: str = "gmts"  # what ranks the tokens
     fraction: float = 0.2  # share of the tokens to train on
@@ -606,6 +602,7 @@ class Run:
     reward: Callable  # reward(completion, answer) -> number
     problems: list  # to train on: [(token ids of the prompt, reference answer), ...]
     eval_problems: list  # to evaluate on, in the same form
+    data_hash: str  # of both, so that no run is resumed on other data
     step: int = 0  # rollouts trained on so far
     rows: list = field(default_factory=lambda: [{"step": 0}])  # the log, a dict a step
     shown: tuple | None = None  # (batch, keep, scores) of the last update, for --show
@@ -645,10 +642,14 @@ def parse(argv):
             parser.error(f"--resume: there is no checkpoint in --out {first.out!r}")
         with explain("--resume"):
             saved = json.loads(Path(first.out, "config.json").read_text()) | {"resume": True}
+            if set(saved) != set(flags):
+                odd = ", ".join(sorted(set(saved) ^ set(flags)))
+                raise ValueError(f"{first.out}/config.json is of another version: {odd}")
     parser.set_defaults(**saved)
     config = Config(**vars(parser.parse_args(argv)))
     for name, value in vars(config).items():
-        if first.resume and name not in CHANGEABLE and value != saved[name]:
+        more_steps = name == "steps" and value > saved.get(name, value)
+        if first.resume and name not in CHANGEABLE and value != saved[name] and not more_steps:
             parser.error(f"{flags[name]} {value}: the run to resume has {saved[name]}")
         if not isinstance(value, str) and not (value > 0 if name in POSITIVE else value >= 0):
             parser.error(f"{flags[name]} {value} is too small")
@@ -656,6 +657,8 @@ def parse(argv):
         parser.error(f"--fraction {config.fraction} is larger than 1")
     if config.samples < 2:
         parser.error("--samples 1 makes groups of one answer, which teach nothing")
+    if config.seed >= 2**32:
+        parser.error(f"--seed {config.seed} is not below 2**32")
     if "{question}" not in config.prompt:
         parser.error(f"--prompt {config.prompt!r} lacks {{question}}")
     return config
@@ -671,32 +674,54 @@ DOWNLOADS = {
     "math": MATH + "train.jsonl",  # 12,000
     "math-test": MATH + "test.jsonl",  # 500
 }
-QUESTIONS = ("question", "problem", "prompt", "input")
-ANSWERS = ("answer", "final_answer", "target", "answerkey", "solution")
+QUESTIONS = ("question", "problem", "prompt", "input", "content")
+ANSWERS = ("answer", "answerkey", "final_answer", "target", "ground_truth", "label", "correct")
+ANSWERS += ("reward_model", "solution")
+CONVERT = {".parquet": "read_parquet", ".csv": "read_csv", ".gz": "read_json"}
+
+
+def read_options(options):
+    """Multiple choice in any of its usual shapes -> {letter: text}."""
+    if isinstance(options, dict) and "text" in options:  # {"label": [...], "text": [...]}
+        return dict(zip(options["label"], options["text"], strict=True))
+    if isinstance(options, list) and isinstance(options[0], dict):  # [{"label": ..., "text": ...}]
+        return {option["label"]: option["text"] for option in options}
+    if isinstance(options, list):
+        return {chr(ord("A") + i): text for i, text in enumerate(options)}
+    return options  # {"A": ..., "B": ...}
 
 
 def read_record(record):
-    """One record of a data file -> (question, answer)."""
-    record = {name.lower(): value for name, value in record.items()}
-    question = next((record[name] for name in QUESTIONS if record.get(name)), "")
-    answer = next((record[name] for name in ANSWERS if record.get(name) not in (None, "", [])), "")
-    options = record.get("choices") or []
+    """One record of a data file -> (question, answer); a question is a text or messages."""
+    record = {name.lower(): value for name, value in record.items() if value not in (None, "", [])}
+    question = next((record[name] for name in QUESTIONS if name in record), None)
+    column = next((name for name in ANSWERS if name in record), None)
+    answer, options = record.get(column), record.get("options", record.get("choices"))
     if isinstance(question, dict):  # CommonsenseQA
         question, options = question["stem"], question["choices"]
-    if isinstance(options, dict):
-        pairs = zip(options["label"], options["text"], strict=True)
-        options = [{"label": label, "text": text} for label, text in pairs]
+    if isinstance(answer, dict):  # verl
+        answer = answer.get("ground_truth")
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
-    answer = str(answer).strip() if isinstance(answer, (str, int, float)) else ""
-    if re.search(r"####|\\(boxed|fbox)", answer):  # a worked solution
-        answer = extract_answer(answer) or ""
-    if not isinstance(question, str) or not question.strip():
+    if not isinstance(question, (str, list)) or not question:
         raise BadInput(f"no question in any of the columns {', '.join(QUESTIONS)}")
-    if not answer:
+    if not isinstance(answer, (str, int, float)) or answer != answer or not str(answer).strip():
         raise BadInput(f"no answer in any of the columns {', '.join(ANSWERS)}")
-    question = f"{record.get('body', '')} {question}".strip()  # SVAMP has its facts in Body
-    return "\n".join([question, *(f"({o['label']}) {o['text']}" for o in options)]), answer
+    answer = str(answer).strip()
+    if column == "solution" or re.search(r"####|\\(boxed|fbox)", answer):
+        answer = extract_answer(answer)
+        if answer is None:
+            raise BadInput("no answer: the solution has no \\boxed{}, #### or 'answer is'")
+    if isinstance(question, str):
+        question = f"{record.get('body', '')} {question}".strip()  # SVAMP has its facts in Body
+        if options:
+            options = read_options(options)
+            if answer not in options:  # an index, or the text
+                texts = [*options.values()]
+                place = int(answer) if answer.isdigit() else texts.index(answer)
+                answer = [*options][place]
+            question += "".join(f"\n({letter}) {text}" for letter, text in options.items())
+    return question, answer
 
 
 def load_problems(source):
@@ -704,6 +729,9 @@ def load_problems(source):
     if source == "demo":
         return demo_problems()
     path = Path(source)
+    if path.suffix in CONVERT:
+        line = f"pandas.{CONVERT[path.suffix]}({source!r}).to_json('data.jsonl', orient='records', "
+        raise BadInput(f"data {source}: only .jsonl and .json are read; {line}lines=True) converts")
     with explain(f"data {DOWNLOADS.get(source, source)}"):
         if source in DOWNLOADS:
             path = Path(torch.hub.get_dir(), "gmts", source + ".jsonl")
@@ -726,31 +754,75 @@ def split_problems(config):
     test = train[::10]  # a tenth is held out
     if config.eval_data or config.data in DOWNLOADS:
         test = load_problems(config.eval_data or config.data + "-test")
-    held_out = {question for question, _ in test}
-    train = [problem for problem in train if problem[0] not in held_out]
+    held_out = {json.dumps(question) for question, _ in test}
+    train = [problem for problem in train if json.dumps(problem[0]) not in held_out]
+    if config.data == config.eval_data:
+        raise BadInput("--eval-data is the same as --data; without it a tenth is held out")
     if not (train and test):
         raise BadInput(f"data {config.data}: too few questions to train and evaluate on")
     return train, test[: config.eval_size]
+
+
+def load_reward(path):
+    """FILE.py:FUNCTION -> the function; the file may import modules beside it."""
+    with explain(f"--reward {path} (FILE.py:FUNCTION)"):
+        file, _, name = path.rpartition(":")
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return getattr(module, name)
 
 
 def load_model(name, device, problems):
     """A local folder, a hub name (Qwen's without "Qwen/" too), or demo -> model, tokenizer."""
     if name == "demo":
         model, tokenizer = demo_model(problems)
-    else:
-        name = name if "/" in name or Path(name).is_dir() else "Qwen/" + name
-        with explain(f"model {name} (a local folder or a name on the hub)"):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(name)
-    return model.to(device).eval(), tokenizer  # eval: dropout would make every pass another policy
+        return model.to(device).eval(), tokenizer
+    name = name if "/" in name or Path(name).is_dir() else "Qwen/" + name
+    with explain(f"model {name} (a local folder or a name on the hub)"):
+        options = {"dtype": torch.float32, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if report["missing_keys"]:
+            missing = ", ".join(sorted(report["missing_keys"])[:3])
+            raise ValueError(f"the checkpoint has no weights for {missing}")
+        if not all(weight.isfinite().all() for weight in model.parameters()):
+            raise ValueError("there are weights that are not finite")
+        text_config = model.config.get_text_config()
+        if getattr(text_config, "output_router_logits", False):
+            text_config.output_router_logits = False  # its loss is not ours
+        model = model.to(device).eval()  # eval: dropout would make every pass another policy
+        check_sampling(model)
+    return model, tokenizer
 
 
-def render(tokenizer, question):
-    """A question as the model reads it: as a chat, if the tokenizer has a template for one."""
+def check_sampling(model):
+    """Refuses a model whose sampling, padded and with a cache, is not what its forward says."""
+    ids = torch.tensor([[0, 0, 1], [1, 2, 3]], device=model.device)  # (2, 3)
+    prompt_mask = (ids > 0).long()  # (2, 3)
+    tokens, _, logprobs, *_ = sample(model, ids, prompt_mask, 1, 4, {-1}, 1.0)  # (2, 4) each
+    for row, length in enumerate((1, 3)):
+        whole = torch.cat([ids[row, -length:], tokens[row]])[None]  # (1, length + 4)
+        with torch.no_grad():
+            logits = forward(model, whole, torch.ones_like(whole))[0, length - 1 : -1]  # (4, V)
+        error = (token_stats(logits, tokens[row])[0] - logprobs[row]).abs().max()
+        if not error < 0.01:
+            raise ValueError(f"{type(model).__name__} computes other things with a cache")
+
+
+def render(tokenizer, question, prompt="{question}", template=""):
+    """A question, or messages, as the model reads them: a chat, if there is a template for it."""
+    messages = question
+    if isinstance(question, str):
+        messages = [{"role": "user", "content": prompt.replace("{question}", question)}]
     if tokenizer.chat_template is None:
-        return question
-    chat = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return "\n".join(message["content"] for message in messages)
+    with explain(f"the model's chat template, with --template {template!r}"):
+        options = {"tokenize": False, "add_generation_prompt": True}
+        options |= json.loads(template or "{}")
+        return tokenizer.apply_chat_template(messages, **options)
 
 
 def end_tokens(model, tokenizer):
@@ -758,29 +830,63 @@ def end_tokens(model, tokenizer):
     known = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "gmts"}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        turns = [("user", "?"), ("assistant", "gmts"), ("user", "?")]
+        text = render(tokenizer, [{"role": role, "content": text} for role, text in turns])
         ids = tokenizer(text.rpartition("gmts")[2].strip(), add_special_tokens=False).input_ids
-        ends |= set(ids[:1]) & set(tokenizer.all_special_ids)  # what closes the answer's turn
+        special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        ends |= set(ids[:1]) & {*special, *tokenizer.all_special_ids}  # what closes the turn
+    ends = {i for i in ends if i < model.get_input_embeddings().weight.shape[0]}
     if not ends:
-        raise BadInput("the tokenizer has no end token: set eos_token in tokenizer_config.json")
+        raise BadInput("the model has no end token: set eos_token in tokenizer_config.json")
     return ends
 
 
-def encode(tokenizer, problems, config, context):
+def context_length(model):
+    """How many tokens prompt and answer may have together."""
+    config = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):  # beyond, keys in the cache would be stale
+        limits.append(rope.get("original_max_position_embeddings"))
+        limits.append(getattr(config, "original_max_position_embeddings", None))
+    return min((limit for limit in limits if limit), default=10**9)
+
+
+def encode(model, tokenizer, problems, config):
     """Problems [(question, answer), ...] -> [(token ids of the prompt, answer), ...].
 
     Prompts that leave no room for an answer in the model's context are left out.
     """
-    texts = [render(tokenizer, config.prompt.replace("{question}", q)) for q, _ in problems]
+    texts = [render(tokenizer, q, config.prompt, config.template) for q, _ in problems]
     prompts = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None).input_ids
+    if not all(prompts):
+        raise BadInput(f"the tokenizer makes no tokens of {texts[prompts.index([])][:60]!r}")
+    largest, known = max(map(max, prompts)), model.get_input_embeddings().weight.shape[0]
+    if largest >= known:
+        raise BadInput(f"the tokenizer has a token {largest}, the model {known} embeddings only")
+    room = context_length(model) - config.max_tokens
     pairs = [(ids, answer) for ids, (_, answer) in zip(prompts, problems, strict=True)]
-    pairs = [pair for pair in pairs if len(pair[0]) + config.max_tokens <= context]
+    pairs = [pair for pair in pairs if len(pair[0]) <= room]
     if not pairs:
-        raise BadInput(
-            f"no prompt fits into {context} tokens with --max-tokens {config.max_tokens}"
-        )
+        raise BadInput(f"no prompt fits into {room} tokens: the context less --max-tokens")
     return pairs
+
+
+def open_folder(config):
+    """Makes the run's folder, for this process alone, and keeps the settings in it."""
+    name = f"{Path(config.model).name}-{config.select}-{config.seed}"
+    config.out = config.out or f"runs/{name}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
+    folder = Path(config.out)
+    with explain(f"--out {folder} (a new folder; --resume goes on in an old one)"):
+        if checkpoints(folder) and not config.resume:
+            raise ValueError("it has a checkpoint")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)  # open until this process ends
+        with contextlib.suppress(ImportError):  # there is no fcntl on Windows
+            import fcntl
+
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / "config.json").write_text(json.dumps(asdict(config), indent=1))
 
 
 def prepare(config):
@@ -790,20 +896,10 @@ def prepare(config):
         torch.empty(0, device=device)
     best = "bfloat16" if device.startswith("cuda") else "float32"
     config.dtype = config.dtype.replace("auto", best)
-    reward = is_correct
-    if config.reward:
-        with explain(f"--reward {config.reward} (FILE.py:FUNCTION)"):
-            file, _, name = config.reward.rpartition(":")
-            reward = runpy.run_path(file)[name]
+    reward = load_reward(config.reward) if config.reward else is_correct
     train, test = split_problems(config)
-
-    name = f"{Path(config.model).name}-{config.select}-{config.seed}-{time.strftime('%m%d-%H%M%S')}"
-    config.out = config.out or f"runs/{name}"
-    if not config.resume:
-        with explain(f"--out {config.out} (a new folder; --resume goes on in an old one)"):
-            begun = Path(config.out, "metrics.csv").exists()
-            Path(config.out).mkdir(parents=True, exist_ok=not begun)
-            Path(config.out, "config.json").write_text(json.dumps(asdict(config), indent=1))
+    data_hash = hashlib.sha256(json.dumps([train, test]).encode()).hexdigest()
+    open_folder(config)
 
     saved = checkpoints(config.out)[-1] if config.resume else None
     set_seed(config.seed)
@@ -812,19 +908,19 @@ def prepare(config):
     if config.beta > 0:
         set_seed(config.seed)  # the demo makes the same model again; after a resume too
         reference = load_model(config.model, device, train)[0].requires_grad_(False)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
-    problems = encode(tokenizer, train, config, context)
-    eval_problems = encode(tokenizer, test, config, context)
+    problems = encode(model, tokenizer, train, config)
+    eval_problems = encode(model, tokenizer, test, config)
     eval_problems.sort(key=lambda problem: len(problem[0]))  # for batches of like lengths
     stop_ids = end_tokens(model, tokenizer)
     # Each step sets the learning rate.
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0, fused=True)
-    run = Run(
-        config, model, reference, tokenizer, stop_ids, optimizer, reward, problems, eval_problems
-    )
+    parts = config, model, reference, tokenizer, stop_ids, optimizer, reward
+    run = Run(*parts, problems, eval_problems, data_hash)
     if saved:
         with explain(f"checkpoint {saved}"):
             state = torch.load(saved / "trainer.pt", map_location=device, weights_only=True)
+            if state["data_hash"] != data_hash:
+                raise ValueError("it was trained on other data")
             run.step, run.rows = state["step"], state["rows"]
             optimizer.load_state_dict(state["optimizer"])
 
@@ -848,7 +944,8 @@ def save_checkpoint(run):
     if path in older:  # just resumed
         return
     part = path.with_suffix(".part")
-    state = {"step": run.step, "rows": run.rows, "optimizer": run.optimizer.state_dict()}
+    state = {"step": run.step, "rows": run.rows, "data_hash": run.data_hash}
+    state["optimizer"] = run.optimizer.state_dict()
     with explain(f"checkpoint {path}"):
         try:
             run.model.save_pretrained(part)
@@ -885,7 +982,8 @@ LINE = (
 def log_row(run):
     """Writes metrics.csv, and prints its last row: every --log-every steps, or if evaluated."""
     row = run.rows[-1]
-    with open(Path(run.config.out, "metrics.csv"), "w", newline="") as file:
+    path = Path(run.config.out, "metrics.csv")
+    with explain(str(path)), open(path, "w", newline="") as file:
         log = csv.DictWriter(file, dict.fromkeys(name for row in run.rows for name in row))
         log.writeheader()
         log.writerows(run.rows)
@@ -996,7 +1094,8 @@ def demo_model(problems, steps=600):
 # `extract_answer` finds an answer in a completion, `answers_match` compares two, `is_correct` does
 # both. Symbols get one spelling each. A parser reads them; its functions return values, there is no
 # tree. An expression is its value at four points, its letters positive, negative and twice complex,
-# and exact while it is rational. What cannot be read matches its own text only. What is read, and where:
+# and exact while it is rational. What cannot be read matches its own text only.
+# What is read, and where:
 #
 #     1,234   1{,}234   .5   3 \times 10^8   1101_2                       TOKEN, product, primary
 #     x   x_{12}   f'   \alpha   \pi   e   i   \infty   \vec{a}           letter
@@ -1004,35 +1103,42 @@ def demo_model(problems, steps=600):
 #     x^{-1}   5!   \sqrt2   \sqrt[3]{x}   {a \over b}                    power, COMMANDS, sum
 #     \sin 2x   \sin^2 x   \tan^{-1} x   \log_2 8   \ln(x)                FUNCTIONS, function
 #     12\text{ cm}^2   5 apples   \$4.50   28\%   60^\circ   3:2          term
-#     x = 5   f(x) = 2x   x + y = 3   e^{i\pi} = -1   \sqrt2 \approx 1.4  relate, solve
-#     x \ge 5   0 < x \le 1   x \in [0, 1)   \{x : x > 0\}   x \ne 2      relate, solve
+#     x = 5   f(x) = 2x   x + y = 3   e^{i\pi} = -1   \sqrt2 \approx 1.4  relate
+#     x \ge 5   0 < x \le 1   x \in [0, 1)   \{x : x > 0\}   x \ne 2      relate
 #     1, 2   1 and 2   \{1, 2\}   A \cup B   (1, 2)   matrices            entries, bracket
 #     1 \pm 2   \text{East}   No solution   (B) 19   B.                   read_math, letter, CHOICE
 
-MAX_LENGTH = 2_000  # characters of an answer
-MAX_TOKENS = 300  # symbols of an answer
+import cmath  # noqa: E402
+import functools  # noqa: E402
+import operator  # noqa: E402
+from collections import deque  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from fractions import Fraction  # noqa: E402
+
+MAX_ANSWER_LENGTH = 2_000  # characters of an answer
+MAX_ANSWER_TOKENS = 300  # symbols of an answer
 MAX_DEPTH = 50  # brackets in brackets
 MAX_BITS = 2_500  # of a numerator or denominator
 NOISE = 1e-13  # a sum this small beside its terms is rounding
 TOLERANCE = 1e-10  # relative, where a value is not exact
 DECIMAL_TOLERANCE = 1e-6  # relative, where a decimal stands for 1/3 or \sqrt2
 
-# -- Spelling: symbols, words, phrases
+# -- Spelling: symbols one by one, functions, words, phrases
 
-LAYOUT = r"""$ ~ \( \) \[ \] \left \right \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \displaystyle
-    \quad \qquad \, \; \: \! \limits \therefore \boxed \mathrm \mathbf \mathbb \text \textbf"""
+LAYOUT = r"""$ ~ \( \) \[ \] \left \right \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \quad \qquad
+    \displaystyle \, \; \: \! \limits \therefore \boxed \mathrm \mathbf \mathbb \text \textbf"""
 SYMBOLS = r"""
     -: − – —        *: \cdot \times \ast · × ⋅        ÷: \div        ^: **        ^ 2: ²     ^ 3: ³
     ±: \pm          ∓: \mp              =: \approx ≈ \simeq        ≠: \ne \neq !=        ∈: \in
     <: \lt          >: \gt              ≤: <= \le \leq \leqslant   ≥: >= \ge \geq \geqslant
-    (: \langle      ): \rangle          ,: ; & and or \cup ∪ \lor \land          ⟧ , ⟦: \\
+    (: \langle      ): \rangle          ,: ; & and or \cup ∪ \lor \land
     %: \% percent percentage pct        °: degree degrees        "dollar": \$     "euro": €
     \frac: \dfrac \tfrac \cfrac         \binom: \dbinom \tbinom  \sqrt: √ sqrt    \abs: abs
     \floor {: \lfloor                   \ceil {: \lceil          }: \rfloor \rceil
     \pi: π pi       \infty: ∞ infinity  \emptyset: ∅ \varnothing   ': ′ \prime    log: lg \lg
     \alpha: α       \beta: β            \gamma: γ                \delta: δ        \theta: θ
     \lambda: λ      \mu: μ              \sigma: σ                \phi: φ          \omega: ω
-"""  # the spelling used here, and others for the same
+"""  # the spelling used here: others for the same
 SPELLING = {
     other: symbol
     for symbol, others in (entry.split(": ") for entry in re.split(r"\s{2,}", SYMBOLS.strip()))
@@ -1047,6 +1153,8 @@ FUNCTIONS |= {
     "arcsin": cmath.asin,
     "arccos": cmath.acos,
     "arctan": cmath.atan,
+    "arcsec": lambda z: cmath.acos(1 / z),
+    "arccsc": lambda z: cmath.asin(1 / z),
     "arccot": lambda z: cmath.atan(1 / z),
     "ln": cmath.log,
     "log": cmath.log10,
@@ -1084,52 +1192,56 @@ def quote_words(phrase):
     return " " + re.sub(r"\\?[A-Za-z]+", quote, phrase[1]) + " "
 
 
-TEXT = r"\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|[mhf]box|boxed|operatorname|boldsymbol)\*?\s*"
+TEXT_COMMAND = r"\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|[mh]box|operatorname|boldsymbol)\*?\s*"
 MATRIX = r"\s*\{(?:[pbB]|small)?(?:matrix|array)\}"
+FRACTION = r"\\(?:[dtc]?frac|[dt]?binom)"
 PHRASES = [  # from one spelling to another, in this order
-    (r'"', "″"),  # from here on quotes mark words
-    (r"(?<!\\)\$", " "),
+    # Backslashes that were doubled on the way here, dollar signs, a backslash and a blank.
     (r"(?<!\\)\\\\(?=(?:d?frac|left|right|sqrt|text|pi|begin|end|cdot|times|infty)\b)", r"\\"),
+    (r"(?<!\\)\$|(?<!\\)\\(?=\s|$)", " "),
+    # A matrix is a bracket with rows in brackets.
     (rf"\\begin{MATRIX}(\s*\{{[lcr|\s]*\}})?", "⟦⟦"),
     (rf"(?:\\\\\s*)?\\end{MATRIX}", "⟧⟧"),
-    (TEXT + r"\{([^{}]*)\}", quote_words),
-    (r"(?<=[\d})])(\s+[A-Za-z]{3,}(?:[\s/]+[A-Za-z]+)*)", quote_words),  # 5 miles per hour
+    (r"\\\\(?:\s*\[[\d.]+\s*[a-z]{2}\])?", "⟧,⟦"),
+    # Words go in quotes: those in \text{}, after a number, alone, and any of four letters.
+    (r'"', "″"),
+    (TEXT_COMMAND + r"\{([^{}]*)\}", quote_words),
+    (r"(?<=[\d})])(\s+[A-Za-z]{3,}(?:[\s/]+[A-Za-z]+)*)", quote_words),
     (r"(?<=[\d})])(\s*(?:[ckm]m|[km]g|ft|in|mi|lb|hr|mph)\b(?:[\s/]+[A-Za-z]+)*)", quote_words),
-    (r"^([A-Za-z][A-Za-z\s'-]+)$", quote_words),  # no solution
-    (r"(?<![\\A-Za-z\"])([A-Za-z]{4,})", quote_words),  # Area = 12
-    (r"(?<=\\\\)\s*\[[\d.]+\s*[a-z]{2}\]", ""),  # the distance between two rows
-    (r"(?<=\d)(?:\{,\}|,?\\!|\\,|,\\ )\s*(?=\d{3})", ""),  # 1{,}234
+    (r"^([A-Za-z][A-Za-z\s'-]+)$", quote_words),
+    (r"(?<![\\A-Za-z\"])([A-Za-z]{4,})", quote_words),
+    (r'"\s*\^\s*\{?(-?[1-4])\}?', r'^\1"'),  # cm^2
+    # Numerals: digits of any script, 1{,}234, 2\frac34, 2 3/4, \frac13 \approx 0.33, 60^\circ.
+    (r"\d", lambda digit: str(int(digit[0]))),
+    (r"(?<=\d)(?:\s*\{\s*,\s*\}|,?\\!|\\,|,\\ )\s*(?=\d{3})", ""),
     (r"(?<![\d.^_])(\d+)\s*\\[dtc]?frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})", r"\\mixed{\1}{\2}{\3}"),
-    (r"(?<![\d.^_])(\d+)\s+(\d+)/(\d+)", r"\\mixed{\1}{\2}{\3}"),  # 2 3/4
+    (r"(?<![\d.^_])(\d+)\s+(\d+)/(\d+)", r"\\mixed{\1}{\2}{\3}"),
+    (r"(?<=[\d})])\s*(?:\\approx|≈)[\s-]*[\d.]+", ""),
     (r"\^\s*\{?\s*\\circ\s*\}?", "°"),
-    (r"\\\{\s*\w\s*(?:(?:\\in\b|∈)\s*[^\s:|]{1,20}\s*)?(?::|\||\\mid\b)", r"\\{"),  # \{x : x > 0\}
+    # Arguments and brackets: \{x : x > 0\}, \{\}, |x|, √16, \sqrt[3]{x}, \frac12.
+    (r"\\\{\s*\w\s*(?:(?:\\in\b|∈)\s*[^\s:|]{1,20}\s*)?(?::|\||\\mid\b)", r"\\{"),
     (r"\\\{\s*\\\}", r"\\emptyset "),
     (r"(?:\||\\[lr]?vert\b)([^|]+?)(?:\||\\[lr]?vert\b)", r"\\abs{\1}"),
-    (r"(?<=[\d})])\s*(?:\\approx|≈)\s*-?[\d.]+", ""),  # \frac13 \approx 0.33
     (r"√\s*(\d+)", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|√)\s*\[([^\[\]]*)\]", r"\\root{\1}"),
-    (r"(?<!\\)\\(?=\s|$)", " "),
-    (r"\d", lambda digit: str(int(digit[0]))),  # digits of any script
-    (r"log\s*_", "log @"),  # a base; all else is an index, x_1 or x_{12}
-    (r"(\\(?:[dtc]?frac|[dt]?binom|sqrt)|log @)\s*(\d)", r"\1{\2}"),  # \frac12, \sqrt2
-    (r"(\\(?:[dtc]?frac|[dt]?binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"log\s*_", "log @"),
+    (rf"({FRACTION}|\\sqrt|log @)\s*(\d)", r"\1{\2}"),
+    (rf"({FRACTION}\s*\{{[^{{}}]*\}})\s*(\d)", r"\1{\2}"),
+    # Indices: f(x) is no product, and x_1 is x_{1}.
+    (r"(?<![\\A-Za-z])([fg])(?:\\left)?\(([^(){}]*?)(?:\\right)?\)", r"\1_{(\2)}"),
     (r"_\s*(\d+|[A-Za-z]|\\[A-Za-z]+)", r"_{\1}"),
-    (
-        r"(?<![\\A-Za-z])([fg])(?:\\left)?\(([^(){}]*?)(?:\\right)?\)",
-        r"\1_{(\2)}",
-    ),  # f(x) is no product
     (r"_\s*\{[^{}]*\}", lambda index: "".join(index[0].split())),
 ]
 TOKEN = re.compile(
     r"""(?:\d*\.\d*)?\\(?:vec|hat|bar|dot|over\w+)\{[^{}]*\}        # \vec{a}, 0.\overline{3}
     | \\[A-Za-z]+ | \\. | _\{[^{}]*\}                               # commands, indices
-    | "[A-Za-z]+" | [A-Za-z]+                                       # words, runs of letters
+    | "[^"\s]+" | [A-Za-z]+                                         # words, runs of letters
     | (?<!\d,)\d{1,3}(?:[, ]\d{3})+(?![, ]?\d)(?:\.\d+)?            # 1,234,567.8
     | \d+_\{\d+\} | \d+\.?\d* | \.\d+                               # 1101_2, 1.5, .5
     | <= | >= | (?<=\s)!= | \*\* | \S""",
     re.VERBOSE | re.DOTALL,
 )
-END = "end of text"
+END_OF_TEXT = "end of text"
 
 
 def tokenize_math(text):
@@ -1153,9 +1265,9 @@ def tokenize_math(text):
 
 
 @dataclass(frozen=True)
-class Value:
+class MathValue:
     points: tuple = ()  # of a number: a Fraction or complex; four of them if there are letters
-    kind: str = "number"  # or "list", which has no order: a set, a union; "()", "[)"; "⟦⟧"; "="
+    kind: str = "number"  # or "list" (no order: a set, a union), "()", "[)", "⟦⟧" for a matrix, "="
     items: tuple = ()  # of a list, a tuple, an interval, a matrix
     computed: bool = False  # has a sum or product of numerals: 3*4+2, the question and no answer
     decimal: bool = False  # has a decimal point
@@ -1182,7 +1294,7 @@ def inexact(number, noise=0):
 
 def combine(operation, *operands, computed=False, noisy=False):
     """The value of an operation. All numbers are made here, and none of them can grow."""
-    require(all(x.kind == "number" and not x.unit for x in operands), "only numbers have a sum")
+    require(all(x.kind == "number" and not x.unit for x in operands), "a number is needed")
     points = []
     for place in range(max(len(x.points) for x in operands)):
         numbers = [x.points[place % len(x.points)] for x in operands]
@@ -1196,7 +1308,7 @@ def combine(operation, *operands, computed=False, noisy=False):
             result = inexact(result, NOISE * max(abs(x) for x in numbers) if noisy else 0)
         points.append(result)
     computed = computed and len(points) == 1 or any(x.computed for x in operands)
-    return Value(tuple(points), computed=computed, decimal=any(x.decimal for x in operands))
+    return MathValue(tuple(points), computed=computed, decimal=any(x.decimal for x in operands))
 
 
 def raise_to(base, exponent):
@@ -1226,29 +1338,32 @@ def factorial(z):
     return cmath.exp((z - 0.5) * cmath.log(z) - z + series) * math.sqrt(2 * math.pi) / product
 
 
+CONSTANTS = {"e": complex(math.e), "i": 1j, r"\pi": complex(math.pi)}
+
+
 @functools.lru_cache(1000)
 def letter_value(name):
-    """Four numbers, the same ones wherever the name stands."""
+    """Four numbers, the same ones wherever the name stands; one number for e, i and pi."""
+    if name in CONSTANTS:
+        return MathValue((CONSTANTS[name],))
     a, b, c, d = (Fraction(x, 997) for x in random.Random(name).sample(range(1000, 4000), 4))
-    return Value((a, -b, complex(c, d), complex(-d, a)))
+    return MathValue((a, -b, complex(c, d), complex(-d, a)))
 
 
-CONSTANTS = {"e": Value((complex(math.e),)), "i": Value((1j,)), r"\pi": Value((complex(math.pi),))}
-DEGREE = Value((complex(math.pi / 180),))
-HUNDRED = Value((Fraction(100),))
-INFINITY = letter_value(r"\infty")
+DEGREE = MathValue((complex(math.pi / 180),))
+HUNDRED = MathValue((Fraction(100),))
 
 # -- The parser
 
 RELATIONS = ("=", "≠", "<", "≤", ">", "≥", "∈")
 BRACKETS = {"(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), "⟦": ("⟧",)}
-ARGUMENT_ENDS = (*FUNCTIONS, *COMMANDS, *BRACKETS)  # \\sin 2x \\cos x
+ARGUMENT_ENDS = (*FUNCTIONS, *COMMANDS, *BRACKETS)  # \sin 2x \cos x: up to \cos
 INFIX = {r"\over": r"\frac", r"\choose": r"\binom"}
 INTERVALS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
 INDEX = r"(?:_\{[^{}]*\})?"
 NAME = re.compile(  # what an equation may be solved for
     rf"""[A-Za-z]{INDEX}'*(?:\^\{{-1\}})?(?:\([\w,]+\))?      # x, a_{{10}}, f(x), f^{{-1}}(x)
-    | \\[a-z]+{INDEX} | \(\w{INDEX}(?:,\w{INDEX})*\)          # \theta, (x,y)
+    | \\[a-z]+{INDEX} | \([a-z]{INDEX}(?:,[a-z]{INDEX})*\)    # \theta, (x,y)
     | (?=.*[A-Z])(?:\\frac|\\abs|[A-Z{{}}/:_\d])+             # AB, |AB|, AB/CD
     | ".* | \\frac\{{d\w*\}}\{{d\w\}} | \\(?:lim|angle|max|min|sum|prod|int).* """,
     re.VERBOSE,
@@ -1302,9 +1417,8 @@ class MathParser:
         if self.take(":"):
             value = combine(operator.truediv, value, self.sum(), computed=True)
         sign = self.take("%", "°")
-        while not sign and (self.peek()[0] == '"' or unit and self.peek() in ("/", "^")):
-            token = self.take(self.peek())
-            unit += str(self.exponent().points) if token == "^" else token
+        while not sign and (self.peek()[0] == '"' or unit and self.peek() == "/"):
+            unit += self.take(self.peek())
         unit = sign or re.sub(r'(?<=\w\w)s(?=")|"', "", unit)
         return replace(value, unit=unit) if unit and value.kind == "number" else value
 
@@ -1372,7 +1486,7 @@ class MathParser:
         elif token in BRACKETS:
             value = self.bracket(token)
         elif re.fullmatch(r"\d+\.?\d*|\.\d+", token):
-            value = combine(operator.pos, Value((Fraction(token),), decimal="." in token))
+            value = combine(operator.pos, MathValue((Fraction(token),), decimal="." in token))
         else:
             value = self.letter(token)
         self.depth -= 1
@@ -1380,12 +1494,12 @@ class MathParser:
 
     def letter(self, name):
         """A letter, a word, a numeral in a base or an unknown command, with primes and index."""
-        require(re.fullmatch(r'"\w+"|\\?[A-Za-z]+|\S+\{.*\}', name), "an unknown symbol")
+        require(re.fullmatch(r'".+"|\\?[A-Za-z]+|\S+\{.*\}', name), "an unknown symbol")
         while name[0] == '"' and self.peek()[0] == '"':
             name += self.take(self.peek())  # area of the square
         while self.peek()[0] in "'_":
             name += self.take(self.peek())
-        return CONSTANTS.get(name) or letter_value(name.strip('"'))
+        return letter_value(name.strip('"'))
 
     def function(self, name):
         r"""Its base or power, then what stands in brackets, or factors up to the next function."""
@@ -1407,41 +1521,43 @@ class MathParser:
         return combine(raise_to, value, power) if power else value
 
     def bracket(self, opening):
-        """A set, a tuple, an interval, a matrix and its rows; around one item brackets only group."""
+        """A set, a tuple, an interval, a matrix, a row; around one item brackets only group."""
         items = self.entries(*BRACKETS[opening])
         kind = opening + self.peek(-1)
         if len(items) == 1 and kind in ("()", "[]", "{}"):
             return items[0]
-        return Value(kind="list" if opening in ("{", r"\{") else kind, items=items)
+        return MathValue(kind="list" if opening in ("{", r"\{") else kind, items=items)
 
 
 def relate(terms, names, signs):
-    """Terms and the relations between them: an equation, an interval, ..."""
+    """Terms with relations: what a name is equal to, the interval of a name, or two sides."""
     if signs == ["∈"]:
         return terms[1]
     if signs[0] in (">", "≥"):
         terms, names = terms[::-1], names[::-1]
         signs = [{">": "<", "≥": "≤"}.get(sign) for sign in signs[::-1]]
-    if len(signs) == 1 or set(signs) == {"="}:
-        return solve(terms[0], signs[0], terms[-1], names[0], names[-1])
-    require(len(signs) == 2 and set(signs) <= {"<", "≤"}, "relations that do not go together")
-    require(NAME.fullmatch(names[1]), "an interval for nothing")
-    return Value(kind=INTERVALS["".join(signs)], items=(terms[0], terms[2]), name=names[1])
-
-
-def solve(left, sign, right, left_name, right_name):
-    """Two sides. An equation for a name is its other side, an inequality for a name an interval."""
-    value, name = Value(kind=sign), ""
-    if sign == "=" and left.points and points_match(left, right):
-        return right  # 10/2 = 5
-    if sign != "≠" and NAME.fullmatch(left_name):
-        ends = combine(operator.neg, INFINITY), right
-        value = right if sign == "=" else Value(kind=INTERVALS["<" + sign], items=ends)
-        name = left_name
-    elif sign != "≠" and NAME.fullmatch(right_name):
-        value = left if sign == "=" else Value(kind=INTERVALS[sign + "<"], items=(left, INFINITY))
-        name = right_name
-    return replace(value, name=name, sides=(sign, left, right))
+    sides = (signs[0], terms[0], terms[-1])
+    if set(signs) == {"="}:
+        if terms[0].points and points_match(terms[0], terms[-1]):
+            return terms[-1]  # 10/2 = 5
+        steps = [term for term in terms[1:-1] if len(term.points) != 1]
+        require(all(points_match(term, terms[-1]) for term in steps), "x = 13 x = 12")
+        if NAME.fullmatch(names[0]):
+            return replace(terms[-1], name=names[0], sides=sides)
+        if NAME.fullmatch(names[-1]):
+            return replace(terms[0], name=names[-1], sides=sides)
+    elif set(signs) <= {"<", "≤"}:
+        signs, infinity = "".join(signs), letter_value(r"\infty")
+        if len(terms) == 2 and NAME.fullmatch(names[0]):
+            ends = (combine(operator.neg, infinity), terms[1])
+            return MathValue((), INTERVALS["<" + signs], ends, name=names[0], sides=sides)
+        if len(terms) == 2 and NAME.fullmatch(names[1]):
+            ends = (terms[0], infinity)
+            return MathValue((), INTERVALS[signs + "<"], ends, name=names[1], sides=sides)
+        if len(terms) == 3 and NAME.fullmatch(names[1]):
+            return MathValue((), INTERVALS[signs], (terms[0], terms[2]), name=names[1])
+    require(len(terms) == 2, "relations that do not go together")
+    return MathValue(kind=sides[0], sides=sides)
 
 
 # -- The comparison
@@ -1502,7 +1618,7 @@ def sides_match(a, g):
             return False
         difference = combine(operator.sub, left, right, noisy=True)
         scale = difference.points[0] if sign in "=≠" else abs(difference.points[0])
-        scaled.append(combine(operator.truediv, difference, Value((scale,))))
+        scaled.append(combine(operator.truediv, difference, MathValue((scale,))))
     return len(scaled[0].points) > 1 and points_match(*scaled)
 
 
@@ -1526,20 +1642,20 @@ def read_math(text):
     spelling = " ".join(tokens).replace('"', "")
     signs = (1, -1) if "±" in tokens or "∓" in tokens else (1,)
     try:
-        require(len(tokens) <= MAX_TOKENS, "too long")
-        readings = [MathParser([*tokens, END], sign).entries(END) for sign in signs]
+        require(len(tokens) <= MAX_ANSWER_TOKENS, "too long")
+        readings = [MathParser([*tokens, END_OF_TEXT], sign).entries(END_OF_TEXT) for sign in signs]
     except (ArithmeticError, ValueError):
         return spelling, None
     sets = [r[0].items if len(r) == 1 and r[0].kind == "list" else r for r in readings]
     changed = [minus for plus, minus in zip(sets[0], sets[-1], strict=True) if minus != plus]
     items = (*sets[0], *changed)
-    return spelling, items[0] if len(items) == 1 else Value(kind="list", items=items)
+    return spelling, items[0] if len(items) == 1 else MathValue(kind="list", items=items)
 
 
 def strip_marks(text):
     r"""Without the blanks, $, \( \), \[ \], bold marks and the final point around it."""
     text, before = text.strip(), None
-    while text != before and len(text) <= MAX_LENGTH:
+    while text != before and len(text) <= MAX_ANSWER_LENGTH:
         before = text
         text = text.strip().strip("$`").rstrip(".,")
         for mark in ("**", r"\(", r"\)", r"\[", r"\]"):
@@ -1549,18 +1665,19 @@ def strip_marks(text):
 
 EDGE = r"[\s$~(){}\\]*"
 OPTION = re.compile(rf"{EDGE}([A-Z]){EDGE}\.?{EDGE}")  # C, (C), \text{C}
-CHOICE = re.compile(rf"{EDGE}([A-Z]){EDGE}[).:](?!.*(?!A [a-z])\b[A-Z]\b).*", re.DOTALL)  # (C) 19
+ANOTHER = r"(?!.*(?!A [a-z])(?<![A-Za-z])[A-Z](?![A-Za-z]))"
+CHOICE = re.compile(rf"{EDGE}([A-Z]){EDGE}[).:]{ANOTHER}.*", re.DOTALL)  # (C) 19
 
 
 def answers_match(answer, gold):
     """Is `answer` the same object as `gold`?"""
-    if max(len(answer), len(gold)) > MAX_LENGTH or not gold.strip():
+    if max(len(answer), len(gold)) > MAX_ANSWER_LENGTH or not gold.strip():
         return False
     if re.fullmatch(r"-?[0-9]+", answer) and re.fullmatch(r"-?[0-9]+", gold):
         return int(answer) == int(gold)
-    option = OPTION.fullmatch(re.sub(TEXT, "", gold))
+    option = OPTION.fullmatch(re.sub(TEXT_COMMAND, "", gold))
     if option:
-        text = re.sub(TEXT, "", answer)
+        text = re.sub(TEXT_COMMAND, "", answer)
         choice = OPTION.fullmatch(text) or CHOICE.fullmatch(text)
         return bool(choice and choice[1] == option[1])
     try:
@@ -1574,7 +1691,7 @@ def answers_match(answer, gold):
 
 # -- Where the answer stands in a completion
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)\s*\{")
 SPACE = r"(?:[\s$.{}]|\\(?:text|mbox|quad|qquad|[()\[\],; ])){0,30}"
 BETWEEN_BOXES = re.compile(rf"(?:{SPACE}(?:[,;]|and|or)){{1,9}}{SPACE}")
 MARKERS = (r"####:?(?!.{,30}[Aa]nswer)", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[(\[]))")
@@ -1582,9 +1699,9 @@ MARKERS = (r"####:?(?!.{,30}[Aa]nswer)", r"(?i)answer[*\s]*(?:\bis\b|:|(?=\$|\\[
 
 def find_boxes(text):
     """Beginning, content and end of the last balanced boxes, from the last one backwards."""
-    for command in reversed(deque(BOX.finditer(text), maxlen=50)):
+    for command in reversed(deque(BOX_COMMAND.finditer(text), maxlen=50)):
         start, depth = command.end(), 1
-        for brace in re.finditer(r"(?<!\\)[{}]", text[start : start + MAX_LENGTH]):
+        for brace in re.finditer(r"(?<!\\)[{}]", text[start : start + MAX_ANSWER_LENGTH]):
             depth += 1 if brace[0] == "{" else -1
             if depth == 0:
                 content = text[start : start + brace.start()]
@@ -1592,21 +1709,15 @@ def find_boxes(text):
                 break
 
 
-def boxes_in_a_row(text):
-    """What the last box holds, behind those that only a comma or and separates from it."""
+def find_answer(text):
+    """The answer as it stands in the text, if any, and the contents of all boxes in a row."""
+    text = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
     row, next_begin = [], 0
     for begin, content, end in find_boxes(text):
         if row and not BETWEEN_BOXES.fullmatch(text, end, next_begin):
             break
-        row.append(content)
+        row.insert(0, content)
         next_begin = begin
-    return row[::-1]
-
-
-def find_answer(text):
-    """The answer as it stands in the text, if any, and all boxes in a row as a list."""
-    text = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
-    row = boxes_in_a_row(text)
     answer = row[-1] if row else None
     if answer is None and "</answer>" in text:
         answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
@@ -1643,6 +1754,9 @@ def main(argv=None):
         status, message = 2, "out of GPU memory: lower --micro-tokens, --prompts or --max-tokens"
     except KeyboardInterrupt:
         status, message = 130, "stopped; --resume goes on from the last checkpoint"
+    except BrokenPipeError:  # as in gmts.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
     print("gmts.py:", " ".join(message.split())[:1000], file=sys.stderr)
     sys.exit(status)
 

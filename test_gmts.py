@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import time
+import tracemalloc
 import types
 from fractions import Fraction
 from pathlib import Path
@@ -114,10 +115,11 @@ def make_run(model, tokenizer, **changes):
         reward=gmts.is_correct,
         problems=[],
         eval_problems=[],
+        data_hash="",
     )
 
 
-# ---- 1 Statistics are those of torch.distributions and autograd -----------------------------------
+# ---- 1 Statistics are those of torch.distributions and autograd ----------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
@@ -156,7 +158,7 @@ def test_token_stats_at_the_edges():
     assert nothing[0].shape == (0,)
 
 
-# ---- 2 The weight is the gradient of the loss -----------------------------------------------------
+# ---- 2 The weight is the gradient of the loss ----------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -194,7 +196,7 @@ def test_kl_estimate_is_unbiased():
     assert (policy * torch.stack(k3)).sum().item() == pytest.approx(exact.item(), rel=1e-5)
 
 
-# ---- 3 Advantages are numpy's ---------------------------------------------------------------------
+# ---- 3 Advantages are numpy's --------------------------------------------------------------------
 
 
 def test_group_advantages_match_numpy_and_are_zero_without_signal():
@@ -208,7 +210,7 @@ def test_group_advantages_match_numpy_and_are_zero_without_signal():
     assert ends.flatten().tolist() == pytest.approx([1, -1], 1e-5)
 
 
-# ---- 4 Selection is what brute force selects ------------------------------------------------------
+# ---- 4 Selection is what brute force selects -----------------------------------------------------
 
 
 def brute_force_top(scores, mask, fraction):
@@ -265,7 +267,7 @@ def test_token_scores():
         gmts.token_scores("best", *stats)
 
 
-# ---- 5 Sampling agrees with full forward passes ---------------------------------------------------
+# ---- 5 Sampling agrees with full forward passes --------------------------------------------------
 
 
 def test_sample_statistics_equal_a_full_forward(tokenizer):
@@ -331,7 +333,7 @@ def test_prompts_of_one_token_need_no_prompt_cache(tokenizer):
         assert torch.allclose(logprobs[row], oracle.log_prob(tokens[row]), atol=1e-4)
 
 
-# ---- 6 The gradient through kept logits is that of full logits ------------------------------------
+# ---- 6 The gradient through kept logits is that of full logits -----------------------------------
 
 
 def plain_loss(model, batch, keep, ref_logprobs=None, beta=0.0):
@@ -398,7 +400,7 @@ def test_score_tokens_equals_sampling(tokenizer):
             assert torch.allclose(ours, wanted, atol=1e-4)
 
 
-# ---- 7 With all tokens kept it is plain GRPO ------------------------------------------------------
+# ---- 7 With all tokens kept it is plain GRPO -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,7 +429,7 @@ def test_all_tokens_are_plain_grpo(tokenizer, settings):
         assert torch.allclose(ours, wanted, atol=1e-5)
 
 
-# ---- 8 The selection is over the whole batch ------------------------------------------------------
+# ---- 8 The selection is over the whole batch -----------------------------------------------------
 
 
 def test_selection_is_over_the_whole_batch(tokenizer, monkeypatch):
@@ -463,19 +465,12 @@ def test_later_updates_use_the_current_policy(tokenizer, monkeypatch):
         return original(logprobs, old, *rest)
 
     monkeypatch.setattr(gmts, "policy_weight", recorded)
-    figures = gmts.learn(run, batch)
+    gmts.learn(run, batch)
     (first, old), (second, _) = seen
     assert torch.equal(first, old)
     scored = second != 0  # tokens of the second slice
     assert scored.any(1).tolist() == [False] * 8 + [True] * 8
     assert (second - old)[scored].abs().max() > 1e-3
-
-    # The log counts what that policy clips, by the words of PPO.
-    ratio, a = (second - old).exp(), batch.advantages
-    clipped = (a > 0) & (ratio > 1.28) | (a < 0) & (ratio < 0.8)
-    assert clipped[scored].any()
-    wanted = (clipped & scored & batch.mask).sum() / batch.mask.sum()
-    assert figures["clipped"] == pytest.approx(wanted.item())
 
 
 def test_gradients_that_are_not_finite_change_nothing(tokenizer):
@@ -489,7 +484,7 @@ def test_gradients_that_are_not_finite_change_nothing(tokenizer):
         assert torch.equal(ours, wanted)
 
 
-# ---- 9 The demo learns, and shuffled rewards do not ------------------------------------------------
+# ---- 9 The demo learns, and shuffled rewards do not ----------------------------------------------
 
 
 def run_main(*flags):
@@ -525,7 +520,533 @@ def test_the_demo_learns_and_shuffled_rewards_do_not(tmp_path):
     assert float(judged[0]["accuracy"]) < before + 0.1
 
 
-# ---- bfloat16 by autocast -------------------------------------------------------------------------
+# ---- 10 The verifier: its table, and hostile text ------------------------------------------------
+
+# fmt: off
+# What counted before: (gold, answer)
+RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50", ".5"), ("0.50", r"\frac12"), ("0.50", "1/2"),
+         ("0.50", r"\frac 1 2"), (r"\frac{1}{2}", r"\dfrac{2}{4}"), (r"2\frac{3}{4}", "11/4"), (r"2\frac{3}{4}", "2.75"),
+         (r"\$4.50", "4.5 dollars"), ("60", r"60^\circ"), ("60", "60 degrees"), ("5", "5 apples"), ("5", "x = 5"), ("12", "12."),
+         ("12", r"12\text{ cm}"), ("10", r"10\%"), ("-3", "−3"), ("562", "0562"), ("7", r"\left(7\right)"), ("C", "(C)"),
+         (r"\text{Tuesday}", "tuesday."), (r"\sqrt{2}", r"\sqrt 2"), (r"(1, 2)", "(1,2)"), ("9007199254740993", "9007199254740993"),
+         ("9" * 1500, "9" * 1500), ("1/3", "2/6"), ("-1/2", r"-\frac{1}{2}"), (r"\{1,2\}", "2, 1"), (r"1,2", r"2 \text{ and } 1"),
+         (r"(1, \frac{9}{2})", "(1, 4.5)"), (r"[0, 1/2)", r"\left[0, 0.5\right)"), (r"(1,2), (3,4)", r"(3, 4), (1, \frac42)"),
+         (r"(0, 1) \cup (2, 3)", r"(2,3)\cup(0,1)"), ("x = 1, x = 2", "2, 1"), ("1/3", "0.33333333"), ("0.335", r"33.5\%"),
+         (r"28\%", "0.28"), (r"28\%", "28 percent"), ("1000", "1 000"), (r"f(x) = 2x", "2x"), ("5", "5 = x"), ("5", "10/2 = 5"),
+         (r"74^\circ", r"\angle ABC = 74^\circ"), ("(p, q) = (3, 2)", "(3,2)"), ("C", r"\textbf{(C)}\ 42"), ("B", "(B) the dog."),
+         ("14", "14 pieces"), ("12", r"12\mathrm{~m}"), ("3:2", "3:2"), ("12000", r"12,\!000"), (r"\frac{8}{\sqrt{7}}", r"\dfrac{8}{\sqrt{7}}"), ("f(x) = x(x-1)", r"f\left(x\right) = x(x - 1)"),
+         (r"\frac{\pi}{6}", r"$\tfrac{\pi}{6}$."), ("3:2", "3/2"), ("1500", r"1.5 \times 10^3"), ("1/3", "0.333333333333"),
+         # expressions by value
+         (r"\sqrt{2}", "1.4142135623730951"), ("4.123105625617661", r"\sqrt{17}"), (r"\sqrt{8}", r"2\sqrt2"), (r"\sqrt[3]{5}", "5^{1/3}"),
+         (r"\frac{3\sqrt{5}}{7}", "(3*sqrt(5))/7"), ("2^{10}", "1024"), ("10^{-40}", r"\frac{1}{10^{40}}"), ("120", "5!"), ("10", r"\binom{5}{2}"),
+         (r"\log_2 8", "3"), (r"\log_{2}(8)", "3"), (r"\ln 4", r"2\ln 2"), (r"\sin 2x", r"2\sin x\cos x"), (r"\tan^2(y)+1", r"\sec^2 y"),
+         (r"\frac{\sqrt{3}}{2}", r"\sin\left(\frac{\pi}{3}\right)"), ("x^2-9", "(x-3)(x+3)"), (r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}"),
+         ("2x", "x*2"), ("-2^2", "-4"), (r"\frac{-2}{3}", r"-\frac23"), ("3+4i", "4i+3"), (r"|x-1|", r"\lvert 1-x \rvert"),
+         (r"\sin x^2", r"\sin(x^2)"), (r"\sin 2 x", r"\sin 2x"), (r"\sin\theta\cos\theta", r"\cos\theta\sin\theta"), (r"\frac{1}{\theta}", r"1/\theta"),
+         (r"\alpha^2-\beta^2", r"(\alpha-\beta)(\alpha+\beta)"), (r"\log _{2} x", r"\log_2 x"), (r"\log_{16} 4", r"\frac12"), ("2", r"\log_3(9)"),
+         (r"\ln\frac32", r"\ln 1.5"), (r"\ln 3-\ln 2", r"\ln\frac{3}{2}"), (r"\frac34", r"\sin^2\frac{\pi}{3}"), ("-1", r"\log_2 0.5"), ("4", "√16"), ("5", "x\n=\n5"),
+         (r"12\pi", r"12\pi\text{ cm}^2"), ("12", r"12\text{ m/s}"), ("5", r"\boxed{5}"), ("5", r"\displaystyle 5"),
+         # equations, inequalities, intervals
+         ("5", "f(2) = 5"), (r"5", r"\theta = 5"), ("12", r"\text{Area} = 12"), ("2x+4y=3", r"y=-\frac{1}{2}x+\frac{3}{4}"), ("x^2+y^2=4", "2x^2+2y^2=8"), ("x_1=3, x_2=4", "3, 4"), (r"AB/CD = 2", "2"),
+         ("-1", r"e^{i\pi} = -1"), ("2", r"\sqrt{4} = 2"), ("1", r"\lim_{x \to 0} \frac{\sin x}{x} = 1"), ("11", "x = 5+5+1 = 11"),
+         (r"x \ge 5", r"5 \le x"), (r"x \ge 5", r"[5, \infty)"), ("x < 3", r"(-\infty, 3)"), ("(0, 1]", r"1 \geq x > 0"),
+         (r"x < 1 \text{ or } x > 3", r"(-\infty, 1) \cup (3, \infty)"),
+         # lists, both signs, matrices, bases
+         (r"\{3,\frac12\}", r"\{\frac12,3\}"), (r"\left\{1, 2\right\}", "1,2"), (r"\pm 6", "-6, 6"), (r"\{-6, 6\}", r"\pm 6"), (r"1 \pm \sqrt{2}", r"1-\sqrt2, 1+\sqrt2"), (r"(1, \sqrt{4})", "(1, 2)"),
+         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"), ("1101_2", "1101_{2}"),
+         (r"\begin{pmatrix} 1 & \frac12 \\ 0 & 3 \\ \end{pmatrix}", r"\left[\begin{array}{cc}1&0.5\\0&3\end{array}\right]")]
+WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", "0.333"), ("12 cm", "12 m"), ("7", "7 or 8"),
+         ("7", "7 million"), ("7", "7, 8"), ("5", "5 apples or pears"), ("5", "5 minus something"), ("(1,2)", "(2,1)"), ("(1,200)", "1200"), ("9007199254740993", "9007199254740992"),
+         ("C", "B"), ("C", "(B) not (C)"), (r"\sqrt{2}", "2"), ("5", "2+3"), ("0.5", "50"), ("1", "1/0"), ("5", ""), ("5", "five"),
+         ("1", "True"), ("0", "nan"), ("1", "inf"), ("10", "1e1"), ("2", "x^2"), ("20", r"20\pi"), ("2", "2x"), ("3", "3i"),
+         ("2", r"2\sqrt{x}"), ("2", r"2\ln x"), ("2", r"2\theta"), (r"2\theta", "2"), ("2", r"2 \alpha"), ("3/4", r"\frac34\pi"), ("2", "2abc"), ("2", "2ab"), (r"\{1,2\}", "2, 1, 1"),
+         ("(2, 1)", "(1, 2)"), ("[0, 1)", "(0, 1)"), ("[0, 1)", "[0, 1]"), ("(1,2), (3,4)", "(1,3), (2,4)"), ("1,2", "(1,2)"),
+         ("5", "5.0000001"), ("0.5", r"5\%"), ("50", "0.5"), (r"28\%", "2800"), ("6", "xy = 6"), ("7 = 11a+c", "11a+c"),
+         ("C", "B, C"), ("C", "(C) or (D)"), ("B", "Because"), ("0", "a + 3z = 0"), ("n(n-1)", "nn-1"), ("(n-1)/2", "n-1/2"), ("12:00", "1:00"), ("14", "3*4 + 2"),
+         ("9007199254740993", "9007199254740992.0"), ("-9007199254740993", "-9007199254740992"), ("7:30", "9:30"), ("7", "6+1"),
+         # what would pay if it were accepted: the question instead of the answer
+         ("14", "2(7)"), ("14", "(2)(7)"), ("12", "3 4"), ("14", r"7 \cdot 2"), ("14", r"7 \times 2"), ("14", "28 - 14"), ("-6", r"-2 \cdot 3"), ("0", "x^2 - x^2"),
+         ("14", "12+2+0x"), ("14", "e^0*12+2"), ("6", "7-10^0"), ("x=14", "x=12+2"), ("14", r"\Add{12}{2}"), ("12", r"\Mult{3}{4}"), ("14", "12\n+2"), ("14", "12\u00a0+ 2"), ("14", "12.+2"), ("12", "3{4}"), ("12", "(3)4"), ("12", "|3|4"), ("240", "5!2"),
+         ("12", r"\sqrt{9}4"), ("8", r"5\frac31"), ("8", "5 6/2"), ("0", r"\sin 0.5"), ("1", r"\log_2 4.5"), ("6", "√16"), ("0.99999999", "1"),
+         # expressions
+         (r"\sqrt{2}", "1.41"), (r"\sqrt{8}", r"3\sqrt2"), ("x", r"\sqrt{x^2}"), ("x^2-9", "(x+3)(x+3)"), ("2x", "x^2"), ("x", "y"), ("X", "x+1"),
+         (r"\sin x", r"\cos x"), (r"\log_2 8", "4"), ("10^{-40}", "10^{-41}"), ("10^{999999999}", "10^{999999998}"), ("9^{9^{9^{9}}}", "9"),
+         ("0", "e^{-100000}"), (r"\frac{7}{0}", r"\frac{8}{0}"), ("3+4i", "3-4i"), (r"\frac{\pi}{6}", r"30^\circ"), ("live", "evil"), ("24", "4! + 0"),
+         (r"\cos 2\pi x", "x"), (r"\sin x^2", r"\sin^2 x"), (r"\cos 2\theta", r"\theta\cos(2)"), ("the cat", "tac the"), ("B", "1B"), ("2^{100}", "2^{100}-1"),
+         ("2^{100}-1", "2^{100}"), ("50!+1", "50!"), ("10^{40}+7", "10^{40}"), (r"\sum_{k=3}^{20} \ln k", r"\prod_{k=3}^{20} \ln k"), ("1:2:3", "1:3:2"), ("2:3:5", "2/15"),
+         ("-1234567890123456789012345678901234567890", "-1234567890123456789012345678901234567891"),
+         # equations, inequalities, intervals
+         ("2x+4y=3", "2x+4y=5"), ("x^2+y^2=4", "x^2+y^2=2"), ("2+2=5", "3=7"), ("x = 5", "x = 6"), ("5", "x + y = 5"), ("5", "2x = 5"), ("25", "x^2 = 25"),
+         ("5", "|x| = 5"), ("x<5", "|x|<5"), (r"x \ge 5", "x > 5"), (r"x \ge 5", r"x \le 5"), ("x < 3", "x < 4"), ("(0, 1]", r"0 \le x \le 1"), ("5", r"x \ge 5"),
+         (r"(-\infty, 4) \cup (4, \infty)", r"(-\infty, 4)"), ("f(x)=x, f(x)=-x", "f(x)=x, f(x)=+x"),
+         # lists, both signs, matrices, bases, units
+         (r"\pm 6", "6"), ("6", r"\pm 6"), ("1, 2", "1, 1, 2"), ("10", "10, 10"), (r"1 \pm \sqrt{2}", r"1+\sqrt2"), ("(1, 2, 3)", "(1, 2), 3"),
+         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"(1 \ 2)"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+         (r"\begin{pmatrix}1\\2\\3\end{pmatrix}", r"\begin{pmatrix}1\\3\\2\end{pmatrix}"), ("1101_2", "1101_3"), ("13", "1101_2"), ("1101_2", "1101"),
+         (r"12\text{ cm}^2", r"12\text{ cm}^3"), ("5", "5 hundred"), ("5", "5 trillion"), ("3", "3 xy"), ("5 cents", r"\$5"), ("60", "60 degrees or so"), ("5 m", r"5\%")]
+
+# Kind by kind, values of our own
+RIGHT_KINDS = [
+    ("2480", r"\(2,480\)"), ("2480", "2{,}480"), ("7315000", "$7{,}315{,}000$"), ("7315000", r"7,\!315,\!000"), ("7315000", "7 315 000"),
+    ("-4096", "-4,096"), ("1204.5", "1,204.50"), (r"\frac{5}{7}", r"\frac57"), (r"\frac{5}{7}", r"\frac 5 7"), (r"\frac{5}{7}", r"\frac {5} {7}"),
+    (r"\frac{5}{7}", r"{5 \over 7}"), (r"\frac{5}{7}", r"\dfrac5{7}"), (r"\frac{5}{7}", "5/7"), (r"\frac{5}{7}", r"\tfrac{10}{14}"),
+    (r"\frac{5}{7}", "(5)/(7)"), (r"\frac{\pi}{4}", r"\frac\pi4"), (r"\frac{\pi}{4}", "pi/4"), (r"\frac{\pi}{4}", "π/4"),
+    (r"\frac{2+b}{d}", r"\frac{2+b}d"), (r"\frac{x^2}{y}", r"{x^{2} \over y}"), (r"\frac{\sqrt3}{2}", r"\frac{\sqrt{3}}2"),
+    (r"\frac{\sqrt3}{2}", r"\frac12\sqrt3"), (r"\frac{a}{b}", r"\frac ab"), (r"\frac{1}{\sqrt{5}}", r"\frac{\sqrt5}{5}"),
+    (r"-\frac{2}{9}", r"\frac{-2}{9}"), (r"-\frac{2}{9}", r"\frac{2}{-9}"), ("7.25", r"7\frac14"), ("7.25", "7 1/4"), ("-7.25", r"-7\frac{1}{4}"),
+    ("7.25", r"7\tfrac{1}{4}"), ("29/4", r"7\frac{1}{4}"), (r"3\frac13", r"\frac{10}{3}"), ("3", r"\sqrt[3]{27}"), (r"\sqrt[3]{5}", r"\sqrt[3]5"),
+    (r"\sqrt[3]{5}", "5^{1/3}"), (r"\sqrt{6}", r"\sqrt 6"), (r"\sqrt{6}", "sqrt(6)"), (r"\sqrt{6}", "√6"), (r"\sqrt{6}", "√(6)"),
+    (r"\sqrt{50}", r"5\sqrt2"), (r"-\sqrt[3]{2}", r"\sqrt[3]{-2}"), ("-3", r"\sqrt[3]{-27}"), ("2/3", r"\sqrt{\frac49}"),
+    (r"\sqrt[4]{x}", "x^{1/4}"), ("√2", "1.41421356237"), (r"\sin^2 x", r"(\sin x)^2"), (r"\cos^3\theta", r"(\cos\theta)^3"),
+    (r"\arcsin x", r"\sin^{-1} x"), (r"\arccos\frac13", r"\cos^{-1}(1/3)"), (r"\arctan 5", r"\tan^{-1}5"), (r"\cosh x", r"\frac{e^x+e^{-x}}{2}"),
+    (r"\sinh 2x", r"2\sinh x\cosh x"), (r"\tanh x", r"\frac{\sinh x}{\cosh x}"), (r"\log_3 81", "4"), (r"\log_{2}(32)", "5"),
+    (r"\ln 6", r"\ln 2+\ln 3"), (r"\lg 100", "2"), (r"\log 1000", "3"), (r"\sec x", r"\frac{1}{\cos x}"), (r"\cot x", r"\frac{\cos x}{\sin x}"),
+    ("e^3", r"\exp(3)"), (r"\frac{1}{2}", r"\sin 30^\circ"), (r"\frac{1}{2}", r"\sin(30^{\circ})"), (r"\ln|x|", r"\ln\left|x\right|"),
+    (r"\ln x^2", r"\ln(x^2)"), (r"\sin 3x\cos x", r"\cos x\sin(3x)"), (r"\cos\frac{x}{2}", r"\cos(x/2)"), (r"2\sin x\cos x", r"\sin 2x"),
+    (r"\sqrt{x}\sin x", r"\sin x\sqrt{x}"), (r"\ln\frac{x}{y}", r"\ln x-\ln y"), (r"\operatorname{arccot}(5)", r"\arctan\frac15"), ("24", "4!"),
+    (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"), ("(n+1)!", "(n+1)n!"), ("35", r"\binom73"), ("35", r"\dbinom{7}{3}"), ("m!3^m", "3^{m}m!"),
+    ("n!", "n(n-1)!"), (r"\pm 3", "3, -3"), (r"2\pm\sqrt7", r"2-\sqrt{7}, 2+\sqrt{7}"), (r"\{4,1\pm\sqrt2\}", r"\{1+\sqrt2,1-\sqrt2,4\}"),
+    ("0, 3, -3", r"0,\pm3"), (r"x=\pm2", "x=2, x=-2"), (r"\pm2", r"x=\pm 2"), (r"\frac{1\pm\sqrt5}{2}", r"\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}"),
+    ("3,8", r"3\text{ and }8"), ("3,8", r"8 \text{ or } 3"), ("3,8", r"\{8, 3\}"), ("3,8", "$3$, $8$"), ("3,8", "8; 3"),
+    ("3,8", r"x=3\text{ or }x=8"), ("3,8", r"x\in\{3,8\}"), ("3, 8, and 9", "9, 8, 3"), (r"\{1\}", "1"), ("(2(y+3), 5)", "(2y+6,5)"),
+    ("(1,-2)", r"\left(1,-2\right)"), ("(1,-2)", "(x,y)=(1,-2)"), ("(1,-2)", r"\bigl(1,-2\bigr)"), ("(1,-2)", "(1; -2)"),
+    ("(1,-2),(3,4)", "(3,4) and (1,-2)"), ("(3,4)", r"\langle 3,4\rangle"), ("2x+2", "2[x+1]"), ("x^2-4", "[x-2][x+2]"),
+    ("(x+1)(x+2)", r"\bigl(x+2\bigr)\Big(x+1\Big)"), ("x>4", r"(4,\infty)"), ("x>4", "4<x"), (r"x\le3", "3≥x"), (r"x\le3", r"(-\infty,3]"),
+    ("[-2,5)", r"-2\le x<5"), ("[-2,5)", r"\{x\mid -2\le x<5\}"), ("[-2,5)", r"x\in[-2,5)"), ("[-2,5)", r"\{x\in\mathbb{R}\mid -2\leq x<5\}"),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1\text{ or }x>2"), (r"(-\infty,1)\cup(2,\infty)", "(2,∞)∪(-∞,1)"), ("x<6", "-x>-6"), ("x<6", "2x<12"),
+    ("x+y>3", "3<x+y"), (r"[2,\infty)", r"x\geqslant 2"), (r"(0,\infty)", "t>0"), (r"a\ne3", "a≠3"), (r"a\ne3", r"3\neq a"), ("y=3x-1", "3x-1"),
+    ("6", r"\text{Area}=6"), ("6", "Area = 6"), ("6", "f(4)=6"), ("6", "a_{7}=6"), ("6", r"\angle ABC=6^\circ"), ("1/2", r"P(X)=\frac12"),
+    ("1/2", r"\frac{AB}{CD}=\frac12"), ("x^2+y^2=9", "2x^2+2y^2=18"), ("3x-y=2", "y=3x-2"), ("x=1,y=2", "y=2,x=1"), ("-1", r"e^{i\pi}=-1"),
+    ("8", "2^3=8"), ("y=x+1", "x=y-1"), ("6", r"\theta=6"), ("7", r"\lim_{x\to 0}g(x)=7"), ("7", r"N_{\max}=7"), ("7", "7 = x"),
+    ("9", r"\therefore y=9"), ("5", r"x=\boxed{5}"), ("15", r"15\text{ cm}^2"), ("15", "15 cm"), ("15", "15cm"), ("15", r"15\,\mathrm{m/s}"),
+    ("15", "15 square meters"), ("15", "15 km/h"), ("15", r"15\mathrm{~kg}"), ("15", "15 dollars"), (r"\$15", "15"), ("15", r"\$15"),
+    (r"15\text{ cm}", "15"), (r"15\text{ cm}", "15 cm"), ("15", "15°"), ("15", r"15^{\circ}"), ("15", "15 degrees"), (r"15^\circ", r"15^{\circ}"),
+    ("15%", "15"), ("15%", "0.15"), ("0.15", r"15\%"), ("15", "15 percent"), ("15", r"\text{15 apples}"), ("3/4", r"\frac34\text{ cups}"),
+    ("3/4", "3/4 inch"), (r"5\pi", r"5\pi\text{ cm}"), ("20 minutes", "20"), ("15", r"15\text{ units}"), ("15", "15 people"),
+    (r"2\sqrt3", r"2\sqrt3\text{ cm}"), (r"3\times10^8", r"3\times10^{8}\text{ m/s}"), ("4500", r"4.5\times10^3"), ("4500", r"4.5\cdot 10^{3}"),
+    ("0.0045", r"4.5\times10^{-3}"), (r"6\times10^{23}", "6*10^23"), ("6.283185307179586", r"2\pi"), ("2.718281828459045", "e"),
+    ("e^2", r"\mathrm{e}^2"), ("e^2", r"\mathrm{e}^{2}"), ("e^{2}/3", r"\frac{\mathrm{e}^2}{3}"), ("1.7320508075688772", r"\sqrt3"),
+    ("3.4641016151377544", r"2\sqrt3"), ("2+3i", "3i+2"), ("-i", "i^3"), (r"\rho g h", r"gh\rho"), (r"\epsilon", r"\epsilon"),
+    (r"\varphi^2", r"\varphi^{2}"), (r"\mu\sigma", r"\sigma\mu"), ("2r-R", "-R+2r"), ("xy", "yx"), ("x_1+x_2", "x_2+x_1"), ("x_{12}", "x_{12}"),
+    (r"\frac{a b c}{4 R}", r"\frac{abc}{4R}"), ("C_1e^x", "e^xC_1"), (r"\alpha", "α"), ("(a+b)^2", "a^2+2ab+b^2"), ("f'(x)", "f'(x)"),
+    (r"\lfloor n/3\rfloor", r"\lfloor\frac n3\rfloor"), (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
+    (r"\begin{pmatrix}1/2\\-3\end{pmatrix}", r"\begin{pmatrix}\frac12\\[2pt]-3\\\end{pmatrix}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\left[\begin{array}{cc}1&2\\3&4\end{array}\right]"), ("1011_2", "1011_2"), ("1011_2", "1011_{2}"),
+    ("73_{8}", "73_8"), ("east", "East"), (r"\text{Yes}", "yes"), ("Yes", r"\textbf{Yes}."), ("no solution", r"\text{No solution}"),
+    ("Tuesday", r"\text{tuesday}"), ("odd", "ODD"), (r"\text{red}", "red"), ("B", "(B)"), ("B", "B."), ("B", r"\text{(B)}"), ("B", r"\textbf{B}"),
+    ("B", "(B) 12"), ("B", "B) 12"), ("B", "B: the second one"), ("B", "(B) 3, 4"), ("D", r"\mathrm{(D)}\ 24"),
+    ("D", "D. A long text with a colon: yes"), ("A", "A"), ("(C)", "C"), (r"\text{C}", "C"), (r"\infty", "+∞"), (r"-\infty", "-∞"),
+    (r"\varnothing", r"\emptyset"), (r"\emptyset", r"\{\}"), ("12:45", "12:45"), ("3:2", "3 : 2"), ("3:2", "9:6"), ("3:2", r"\frac32"), ("5", "５"),
+    ("5", "+5"), ("7", "007"), ("0", "-0"), ("5", " 5 "), ("5", "{5}"), ("5", "(5)"), ("5", "[5]"), ("12", "12.0"), ("12", "12."), ("0.5", ".5"),
+    ("0.125", r"\frac18"), (r"\frac{1}{7}", "0.142857142857"), ("10", "10^1"), ("8", r"\frac{16}{2}"), ("8", "2^3"), ("720", "6!"),
+    (r"\sqrt{3}\approx1.732", r"\sqrt3"), (r"\sqrt3", r"\sqrt{3}\approx 1.732"), (r"x\approx4.2", "4.2"), ("10^{100}", "10^{100}"),
+    ("2^{64}", "18446744073709551616"), ("123456789012345678901234567890", "123456789012345678901234567890"),
+]
+WRONG_KINDS = [
+    ("2480", "2,48"), ("2480", "2, 480"), ("2480", "(2,480)"), ("2480", "2.480"), ("12", "5+7"), ("12", r"2\cdot6"), ("12", r"2 \times 6"),
+    ("12", "(2)(6)"), ("12", "2(6)"), ("12", r"\left(2\right)\left(6\right)"), ("12", "{2}{6}"), ("12", r"\text{2}\text{6}"), ("12", "2 6"),
+    ("12", r"6\sqrt{4}"), ("12", r"\sqrt{140+4}"), ("12", r"\frac{6\cdot4}{2}"), ("12", "24÷2"), ("12", r"24\div2"), ("12", "24:2"), ("12", "12+0"),
+    ("12", "12-0"), ("12", r"12\cdot1"), ("12", r"1\cdot12"), ("12", "5+7=x"), ("12", "x=5+7"), ("12", "5+7 cm"), ("12", r"5+7\%"), ("12", "12+0x"),
+    ("12", r"12\cdot1^x"), ("12", r"12\cos 0"), ("12", "12e^0"), ("12", r"e^0\cdot12"), ("12", r"12^{1}\cdot 1"), ("12", "|5+7|"), ("12", "|5|+|7|"),
+    ("12", "-(-5-7)"), ("12", "(5+7)"), ("12", "[5+7]"), ("12", "--5+7"), ("12", "5--7"), ("12", r"\lceil 11.5\rceil"), ("12", "2*3!"),
+    ("12", r"\log_2 2^{5+7}"), ("12", r"\ln e^{12}+0"), ("12", r"3\frac{9}{1}"), ("12", r"11\frac{2}{2}"), ("12", "11 1/1"), ("12", r"10\frac42"),
+    ("12", r"\frac{5+7}{1}"), ("12", r"{5+7 \over 1}"), ("12", r"\sqrt{12}\sqrt{12}"), ("12", "3*4"), ("12", "3⋅4"), ("12", r"3\ast4"),
+    ("12", r"\binom{12}{1}+0"), ("12", "12x^0"), ("12", r"12\text{ or }13"), ("12", "12 or 13"), ("12", "12, 13"), ("12", "12 and 13"),
+    ("12", "12; 13"), ("12", r"\{12, 13\}"), ("12", "[12,13]"), ("12", r"12\pm1"), ("12", r"11\pm1"), ("12", "12/13"), ("12", "12=13"),
+    ("12", "13=12"), ("12", "x=12 or x=13"), ("12", "x=12,y=13"), ("12", r"12\approx13\text{ or }14, 5"), ("12", "12<x<13"), ("12", r"x\le12"),
+    ("12", "12..13"), ("12", "12-13"), ("12", "12–13"), ("12", r"12\cup13"), ("12", "12|13"), ("12", r"12\mid13"), ("12", "12&13"),
+    ("12", r"12\\13"), ("12", "12 13"), ("12", "12:13"), ("12", "12 ~ 13"), ("12", "not 12"), ("12", "12 not"), ("12", "12e0"), ("12", "12E0"),
+    ("12", "0x0c"), ("12", "12L"), ("12", "12j"), ("12", "12_10"), ("12", "12!"), ("12", "twelve"), ("12", "12 dozen"), ("12", "12 hundred"),
+    ("12", "12 thirds"), ("12", "12 squared"), ("12", "12 cubed"), ("12", "12 times 2"), ("12", "12 over 5"), ("12", "12 plus 1"),
+    ("12", "12 choose 2"), ("12", "12 and a half"), ("12", "12 lakh"), ("12", "12 million"), ("12", "12 by 13"), ("12", "12 point five"),
+    ("12", "12 minus one"), ("12", "12 divided by two"), ("12", "12 quarters"), ("12", "12 percent of y"), ("12", "12x"), ("12", "12 x"),
+    ("12", r"12\pi"), ("12", "12i"), ("12", r"12\theta"), ("12", "12ab"), ("12", "12^x"), ("12", "-12"), ("12", "12.0000001"), ("12", "11.9999999"),
+    ("12", "1 2"), ("12", "1,2"), ("12", "12,000"), ("12", "12\x00"), ("12", "12\u200b"), ("12", "12\ufeff"), ("12", "1⁄2"), ("12", "１２٣"),
+    ("12", "Ⅻ"), ("12", "⑫"), ("12", "12²"), ("12", "'12'"), ("12", '"12"'), ("12", "f'12'"), ("12", "12#"), ("12", "#12"), ("12", "12;;13"),
+    ("12", "12//1"), ("12", "12%5"), ("12", "[12][0]"), ("12", "12 if 1 else 0"), ("12", "int(12)"), ("12", "max(12,13)"), ("12", "True"),
+    ("12", "nan"), ("12", "inf"), ("12", "12?13"), ("7", "3 quarters"), ("2", "2 thirds"), ("e^2", "2e"), ("2e", r"\mathrm{e}^2"),
+    (r"\cosh x", r"\cos x"), (r"\cosh x", r"\cos(hx)"), (r"\rho", "r h o"), ("2r-R", "2R-r"), ("2r-R", "2r-r"), ("R", "r"), ("B", "b"),
+    (r"\frac{R}{r}", r"\frac{r}{R}"), (r"\alpha", "a"), (r"\alpha", r"\beta"), ("x_1", "x_2"), ("x_1", "x"), ("x", "x'"), ("t^2", "x^2"),
+    ("10^{10}", "10000000001.0"), ("10^{10}", "10000000001"), ("10^{20}", "10^{20}+1"), ("10^{-30}", "10^{-31}"), ("0", "10^{-30}"),
+    ("0", "10^{-320}"), ("0", "e^{-2000}"), ("0", "0/0"), ("1", "0/0"), ("1", r"5/5\cdot1"), ("0", r"\frac{1}{10^{400}}"), ("0", r"10^{-400}\pi"),
+    ("0", r"\sin(10^{-400})"), ("0", "0.0000000000000001"), ("1/0", "2/0"), (r"\frac{1}{3}", "0.33"), (r"\frac13", "0.3333"), ("0.33", r"\frac13"),
+    (r"\sqrt2", "1.414"), (r"\pi", "3.14"), (r"\pi", "22/7"), (r"\pi", "3.1416"), ("3.14", r"\pi"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"),
+    ("(1,2)", "1,2"), ("1,2", "(1,2)"), ("(1,2)", "(1,2]"), ("(1,2)", r"\{1,2\}"), (r"\{1,2\}", "[1,2]"), ("1,2,2", "1,2"), ("1,2", "1,2,2"),
+    ("1,2", "1"), ("1", "1,1"), ("(1,2),(3,4)", "(1,2)"), ("(1,2),(3,4)", "(1,2,3,4)"), ("[1,5)", "(1,5)"), ("x>3", r"x\ge3"), ("x>3", "x<3"),
+    ("x>3", "x>4"), ("x>3", "3>x"), ("x>3", "y>3"), (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)"), (r"x\ne2", "x=2"), (r"x\ne2", "2"),
+    ("2", r"x\ne2"), ("2", "x>2"), ("x=2", "y=2"), ("x=2", "x=3"), ("2", "2x=4"), ("2", "x+1=3"), ("2", "x^2=4"), ("2", "xy=2"), ("2", "|x|=2"),
+    ("0", "x+2y=0"), ("7=3x", "3x"), ("x+y=2", "x+y=3"), ("y=x^2", "y=x^3"), ("2+2=5", "2+2=6"), ("8", "7=8"), ("7", "8≈7"), ("7", "x=7=8"),
+    ("12 cm", "12 m"), ("12 cm", r"12\text{ cm}^2"), ("12 cm^2", "12 cm^3"), (r"\$12", "12 euros"), ("12 kg", "12 lb"), ("12%", "12°"),
+    ("50", "0.5"), ("50%", "5000"), ("50%", "50 cm"), (r"\frac{\pi}{3}", r"60^\circ"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "1,2"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "1,2,3,4"), (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    ("1011_2", "11"), ("1011_2", "1011"), ("1011_2", "1011_3"), ("1011", "1011_2"), ("11", "1011_2"), ("A", "B"), ("A", "A or B"), ("A", "A, B"),
+    ("A", "A/B"), ("A", "(A) or (B)"), ("A", "A. B."), ("A", "A) B)"), ("A", "not A"), ("A", "(A)(B)"), ("A", "AB"), ("A", "A and B"),
+    ("A", "Apple"), ("B", "(B) or (C)"), ("A", "2A"), ("A", "A+0"), ("yes", "no"), ("Yes", "not yes"), ("east", "west"), ("odd", "oddd"),
+    ("East", "north east"), ("live", "evil"), ("x", r"\sqrt{x^2}"), ("|x|", "x"), (r"\sin^2x", r"\sin x^2"), (r"\ln x^2", r"(\ln x)^2"),
+    (r"\sin x", r"\sin(x+0.0001)"), ("x^2", "x^2+10^{-9}"), ("x+1", "x+1.0000001"), (r"\lfloor x\rfloor", r"\lceil x\rceil"),
+    (r"\lfloor x\rfloor", "x"), (r"\lfloor n/2\rfloor", r"\lfloor (n+1)/2\rfloor"), (r"\sum_{k=1}^n k", r"\sum_{k=0}^n k"),
+    (r"\int_0^1 f", r"\int_0^2 f"), (r"1,2,\ldots,n", r"1,3,\ldots,n"), (r"\binom{n}{k}", r"\binom{k}{n}"), ("n!", "(n-1)!"),
+    ("2^{100}", "2^{100}+1"), ("x", "5"), ("5", "x"), ("", "5"), ("5", ""), (" ", ""), ("5", "."), ("5", r"\text{}"), ("5", "{}"), ("5", ","),
+    ("", ""),
+]
+COMPLETIONS = [  # gold, completion, right
+    ("8", r"\boxed{\boxed{8}}", True), ("8", r"so \boxed{x=\boxed{8}}", True), ("9", r"\boxed{8}, \boxed{9}", True),
+    ("8", r"\boxed{8}, \boxed{9}", False), ("8,9", r"\boxed{8}, \boxed{9}", True), ("8,9", r"\boxed{9} and \boxed{8}", True),
+    ("8,9", r"$\boxed{9}$ and $\boxed{8}$.", True), ("8,9", r"\(\boxed{9}\) or \(\boxed{8}\)", True), ("8,9", r"\boxed{9} hence \boxed{8}", False),
+    ("8,9", r"\boxed{8} {}, \boxed{9}", True), ("8", r"\boxed{8} {}, \boxed{9}", False), ("8", r"\boxed{8}. As $a^{2}$, \boxed{9}", False),
+    ("8,9", r"\boxed{8}. As $a^{2}$, \boxed{9}", False), ("8", r"\boxed{8} or, no, \boxed{9}", False),
+    ("8", r"<think>\boxed{8}</think>\boxed{9}", False), ("9", r"<think>\boxed{8}</think>\boxed{9}", True), ("8", r"<think>\boxed{8}</think>", False),
+    ("8", "<answer>8</answer>", True), ("8", "<answer>7</answer><answer>8</answer>", True), ("7", "<answer>7</answer><answer>8</answer>", False),
+    ("8", r"<answer> \(8\). </answer>", True), ("8", "<answer>$8$</answer> or 9", True), ("8", "#### 8", True), ("8", "####8", True),
+    ("8", "#### $8", True), ("8", "#### 8 apples\nmore", True), ("8", "#### 8 #### 9", False), ("9", "#### 8\n#### 9", True),
+    ("8", "The answer is 8.", True), ("8", "the answer is: $8$.", True), ("8", "**Answer:** 8", True), ("8", "Answer: **8**", True),
+    ("8", "Final answer: `8`", True), ("8", r"The answer is \[8\]", True), ("8", r"The answer is \[ 8. \]", True),
+    ("8", "The final answer is **$8$**.", True), ("8", r"The answer is $\boxed{9}$", False), ("8", "The answer is 8 or 9", False),
+    ("8", "The answer is 8. The answer is 9.", False), ("9", "The answer is 8. The answer is 9.", True), ("8", "ANSWER: 8\nDone.", True),
+    ("8", "The answer is 8 because of symmetry.", True), ("8", "I think 8", False), ("8", "8", False), ("B", "The answer is (B).", True),
+    ("B", "The correct answer is B.", True), ("B", "Answer: B) 12", True), ("(3,2)", "The answer is $(3,2)$.", True),
+    ("1875", r"The answer is \(1,875\).", True), ("45", r"The answer is $45^\circ$.", True), ("8", r"\boxed{}", False), ("8", r"\boxed{8", False),
+    ("8", r"\boxed{8} then \boxed{}", False), ("8", r"\fbox{8}", True), ("8", r"\boxed {8}", True), ("8", r"\boxed 8", True),
+    ("8", r"\boxed{8}}", True), ("8", r"{\boxed{8}", True), ("8", r"\boxed{\text{8}}", True), ("8", r"\boxed{8}.", True),
+    ("8", r"\boxed{ 8 }", True), ("8", "\\boxed{\n8\n}", True), ("8", r"$$\boxed{8}$$", True), ("8", r"\boxed{8\text{ cm}}", True),
+    ("8", r"\boxed{8} cm", True), (r"\frac12", r"\boxed{\frac{1}{2}}", True), (r"\{1,2\}", r"\boxed{\{1,2\}}", True),
+    ("4", r"\boxed{3} oops \boxed{4}", True), ("3", r"\boxed{3} oops \boxed{4}", False),
+    ("8", "\\boxed{8}\n\nLet me double check: 8 is right.", True), ("120", r"The answer is \(5!\).", True), ("5", "The answer is 5!", False),
+    ("29", "The answer is $29.00", True), ("C", r"Answer: \textbf{(C)}\ 42", True),
+]
+GOLDS = ["7", "-12", "1234", "20736", "0.45", "-3.5", r"\frac{3}{4}", r"-\frac{17}{6}", r"2\frac{1}{3}", r"\sqrt{13}", r"3\sqrt{5}", r"\frac{5\sqrt{2}}{4}",
+         r"\frac{\pi}{6}", r"12\pi", "2^{10}", r"1+\sqrt{3}", "x^2+2x-3", r"\frac{x+1}{x-2}", "-5a^3b", r"\frac{1}{n(n+1)}", r"e^{2x}", "3+4i", "(3, -4)",
+         r"(\frac{1}{2}, 5, 0)", "[2, 5)", r"(-\infty, 3]", r"(0, 1) \cup (4, 9)", r"\{1, 2, 7\}", "4, -6", "y=2x+1", "x^2+y^2=25",
+         r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}"]
+KEEP = {
+    "dfrac": lambda g: g.replace(r"\frac", r"\dfrac"), "left and right": lambda g: re.sub(r"[)\]]", r"\\right\g<0>", re.sub(r"[(\[]", r"\\left\g<0>", g)),
+    "spaces": lambda g: re.sub(r"(?<=[^\\{(\[ ])([-+=,])(?=[^ ])", r" \1 ", g), "dollars": lambda g: f"${g}$", "full stop": lambda g: g + ".",
+    "thousands": lambda g: re.sub(r"^(\d+)(\d{3})$", r"\1,\\!\2", g), "braced comma": lambda g: re.sub(r"^(\d+)(\d{3})$", r"\1{,}\2", g),
+    "unit": lambda g: re.sub(r"^-?[\d.]+$", r"\g<0> apples", g), "unit in text": lambda g: re.sub(r"^-?[\d.]+$", r"\g<0>\\text{ km}", g),
+    "name": lambda g: g if re.search("[=,]|cup|matrix", g) else "z = " + g, "display": lambda g: rf"\[ {g} \]"}
+BREAK = {
+    "digit": lambda g: re.sub(r"\d", lambda m: str((int(m[0]) + 1) % 10), g, count=1), "sign": lambda g: "-" + g if re.match(r"[\d\\]", g) and "," not in g else None,
+    "inner sign": lambda g: g.replace("+", "-") if "+" in g else None, "swapped": lambda g: re.sub(r"^\(([^,()]+), ([^,()]+)", r"(\2, \1", g) if re.match(r"\(\S+, \S+", g) else None,
+    "opened": lambda g: g.replace("[", "(").replace("]", ")") if re.search(r"^\[|\]$", g) else None, "one more": lambda g: g + ", 99", "letter": lambda g: g + "q"}
+LATEX = [*r"{}[]()$^_,.=+-*/!<>|&~%'# 0123456789xyziePMπ−–😀²½٣", "\x00", "\n", '"', r"\frac", r"\frac{", r"\sqrt", r"\sqrt[", r"\boxed{", r"\text{", r"\circ", r"\left(",
+         r"\right)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\pm", r"\mp", r"\log_", r"\sin^2 ", r"\infty", r"\cup", r"\le ", r"\ge ", r"\binom", "and ", "or ",
+         "apples ", "not ", "x=", "f(x)=", "10^", "9^9^", "99!", "e^", "1,000", "####", "answer is ", "</think>", "True", "nan", "inf", "None", "lambda x:", "import os",
+         "__import__('os')", "open('f','w')", "().__class__", "9**9**9", "}{", "frac(", "sin**", "'1'", "1_", "x_{", "A", "_AA", "_a"]
+LATEX += [r"\mixed", r"\root", r"\floor{", "⟦", "⟧", r"\mathrm{", r"\{", r"\}", "≤", r"\approx ", "x^", "2^", "x<", ">=", "≠", ":", "°", r"\$", r"\over ", "!", "12", "3.5",
+          "_{", "'", "\ud800", r"\tan ", r"\cot ", "cm ", "i", "|", "(B) ", "\\", r"\\\\", "&", "\u202e"]
+# fmt: on
+
+TABLE = [(gold, answer, True) for gold, answer in RIGHT + RIGHT_KINDS]
+TABLE += [(gold, answer, False) for gold, answer in WRONG + WRONG_KINDS]
+
+
+def boxed(answer):
+    return rf"So it is $\boxed{{{answer}}}$."
+
+
+@pytest.mark.parametrize("gold, answer, right", TABLE)
+def test_pairs(gold, answer, right):
+    assert gmts.answers_match(answer, gold) is right
+    assert gmts.is_correct(boxed(answer), gold) is (right and answer != "")
+
+
+@pytest.mark.parametrize("gold, completion, right", COMPLETIONS)
+def test_completions(gold, completion, right):
+    assert gmts.is_correct(completion, gold) is right
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        (r"so \boxed{7} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed {x} and \fbox{9}", "9"),
+        (r"<think>\boxed{10}</think> it is \boxed{11}", "11"),
+        (r"<think>#### 10</think> I cannot say", None),
+        ("8+4+0=12 4+1+1=06 ####562", "562"),
+        ("reasons\n#### $1,234\nmore", "1,234"),
+        ("The answer is **42**. It was easy.", "42"),
+        ("Answer: 3.14\nbye", "3.14"),
+        ("Answer: \\[\n 7 \n\\]", "7"),
+        ("The answer is\n$$\n7\n$$", "7"),
+        ("Answer: [0, 1)", "[0, 1)"),
+        (r"\boxed 5$, since", "5"),
+        ("#### Final answer: 5", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        ("<answer>a</answer> <answer>b</answer>", "b"),
+        ("I get 42", None),
+        ("", None),
+        (r"\boxed{}", None),
+        (r"\boxed{1", None),
+        (r"\boxed{3} and then \boxed{}", None),
+    ],
+)
+def test_extract_answer(completion, answer):
+    assert gmts.extract_answer(completion) == answer
+
+
+@pytest.mark.parametrize("gold", GOLDS)
+def test_rewritings_keep_or_break_the_match(gold):
+    for name, rewrite in KEEP.items():
+        assert gmts.is_correct(boxed(rewrite(gold)), gold), (name, rewrite(gold))
+    for name, rewrite in BREAK.items():
+        wrong = rewrite(gold)
+        assert wrong is None or not gmts.is_correct(boxed(wrong), gold), (name, wrong)
+    assert not gmts.is_correct(boxed("-7919/104729"), gold)
+    assert not any(gmts.answers_match(gold, other) for other in GOLDS if other != gold)
+
+
+@pytest.mark.parametrize("gold", GOLDS)
+def test_a_gold_matches_itself_in_any_delimiters(gold):
+    for answer in (gold, gold + ".", f" {gold} ", f"${gold}$", rf"\({gold}\)", rf"\[{gold}\]"):
+        assert gmts.answers_match(answer, gold)
+        assert gmts.answers_match(gold, answer)
+        assert gmts.is_correct(boxed(answer), gold)
+
+
+# ---- Attacks, as products of shapes --------------------------------------------------------------
+
+SIGNS = ["*", r"\cdot ", r"\times ", r"{\cdot}", r"\cdot\,", "·", "⋅", r"\,", r"\;", "~", r"\quad "]
+SIGNS += ["{}", r"\text{ times }", r"\phantom{x}", r"\boxed{}", "$", r"\)\(", "\u200b", "\u00a0"]
+SIGNS += ["\n", "**", r"\left.\right.", "^1 ", r"\mathrm{\cdot}", r"\big ", " ", r"\text{}", "!"]
+NUMERALS = [("3", "4"), ("(3)", "(4)"), ("{3}", "{4}"), ("[3]", "[4]"), (r"\frac{3}{1}", "4")]
+NUMERALS += [(r"\sqrt{9}", "4"), ("|3|", "|4|"), (r"\text{3}", r"\text{4}"), ("--3", "4")]
+SUMS = [("5", "+", "7"), ("5", "-(-", "7)"), ("12", "+", "0"), (r"\sqrt{25}", "+", "7")]
+SUMS += [("5", r"\text{ plus }", "7"), ("5", "--", "7"), (r"e^{\ln 5}", "+", "7"), ("14", "-", "2")]
+DISGUISES = ["%s", r"\frac{%s}{1}", r"\sqrt{(%s)^2}", "x=%s", r"%s\text{ cm}", "|%s|", "(%s)"]
+DISGUISES += ["-(-(%s))", "(%s)^1", r"\ln e^{%s}", "1^{x}(%s)", "{%s}", "%s+0x", r"%s\cdot x^0"]
+SEPARATORS = [",", " or ", " and ", ";", "/", "|", "&", r"\\", r"\text{ or }", r"\cup ", r"\quad "]
+SEPARATORS += ["\n", " ", ":", "..", "-", "=", r"\ne ", "<", r"\to ", " not ", "?", "!", "_", "$"]
+SEPARATORS += ["'", '"', "<br>", "，", "、", "。", r"\land ", r"\pm ", r"\Rightarrow ", r"\mid "]
+GUESSES = [("12", "13"), ("x=12", "x=13"), ("(12)", "(13)"), ("12.0", "13"), ("{12}", "{13}")]
+GUESSES += [("12 cm", "13 cm"), ("12", "twelve"), (r"\{12\}", r"\{13\}"), ("[12]", "[13]")]
+FRAMES = ["%s", "(%s)", "[%s]", r"\{%s\}", "{%s}", r"x\in\{%s\}", r"\text{%s}", r"%s\text{ cm}"]
+
+
+def test_the_question_is_no_answer():
+    products = [left + sign + right for sign in SIGNS for left, right in NUMERALS]
+    sums = ["".join(parts) for parts in SUMS]
+    for question in products + sums:
+        for disguise in DISGUISES:
+            text = disguise % question
+            assert not gmts.answers_match(text, "12"), text
+            assert not gmts.is_correct(boxed(text), "12"), text
+
+
+def test_two_guesses_are_none():
+    for separator in SEPARATORS:
+        for right, wrong in GUESSES:
+            if (right, separator) == ("x=12", "="):
+                continue  # x = 13 = x = 12 is a chain, its end counts, whatever stands before
+            for text in (right + separator + wrong, wrong + separator + right):
+                for frame in FRAMES:
+                    assert not gmts.is_correct(boxed(frame % text), "12"), frame % text
+    for between in (", ", " or ", " and ", " ", "{}, ", "$x^{2}$, ", r"\quad", ". No: "):
+        assert not gmts.is_correct(rf"\boxed{{12}}{between}\boxed{{13}}", "12")
+        assert gmts.is_correct(rf"\boxed{{12}}{between}\boxed{{13}}", "13")
+
+
+def test_a_choice_is_one_letter():
+    for separator in SEPARATORS:
+        for first, second in (("A", "B"), ("(A)", "(B)"), ("A.", "B."), ("A)", "B)"), ("A", "B)")):
+            for gold in "AB":
+                assert not gmts.is_correct(boxed(first + separator + second), gold)
+
+
+# ---- Bounds --------------------------------------------------------------------------------------
+
+FRAGMENTS = LATEX + [
+    r"\cosh x ",
+    r"\tan x",
+    r"\arctan x",
+    "abe ",
+    r"\{x\in",
+    r"\angle ",
+    "√2",
+    "x!",
+]
+FRAGMENTS += [r"x^{1/3}", r"\sqrt[97]{10^{90}}", r"1\frac12", "(x-40)!", r"\pm 1,", r"(\pm1,", "x<"]
+FRAGMENTS += [r"3^{2000}/5^{1500}+", r"\binom{499}{250}", "1.0001^{9}*", r"\lfloor x\rfloor", "2^"]
+DEEP = ["(" * 900 + "5" + ")" * 900, "9^" * 140 + "9", "10^{" * 60 + "}" * 60, "-" * 1900 + "1"]
+DEEP += [r"\frac{1}{" * 200 + "2" + "}" * 200, "{" * 900 + "5" + "}" * 900, r"\sqrt" * 300 + "2"]
+DEEP += [
+    r"(\cot(5\cdot10^{8}x))^{y}",
+    r"\binom{10^{9}}{5*10^{8}}",
+    "((((5!)!)!)!)!",
+    "9" * 1980 + "!",
+]
+
+
+def test_hostile_text_is_judged_in_time_off_the_main_thread():
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(LATEX, k=rng.randrange(50))) for _ in range(4000)]
+    texts += [fragment * (1990 // len(fragment)) for fragment in FRAGMENTS]
+    texts += [fragment * count for fragment in FRAGMENTS for count in (45, 120)] + DEEP
+
+    def slowest():
+        worst = 0.0
+        for text in texts:
+            start = time.perf_counter()
+            for gold in ("5", r"\frac{1}{2}", "1, 2"):
+                assert type(gmts.is_correct(boxed(text), gold)) is bool
+            assert type(gmts.answers_match(text, text[:50])) is bool
+            assert type(gmts.answers_match("x", text)) is bool
+            worst = max(worst, time.perf_counter() - start)
+        return worst
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(slowest).result() < 0.5  # 0.02 on an idle core
+
+
+MEGABYTES = [
+    "\\boxed{",
+    "\\boxed{}",
+    "\\boxed{1},",
+    "\\boxed{\\boxed{1}",
+    "{",
+    "}",
+    " ",
+    "answer is ",
+]
+MEGABYTES += [
+    "answer: The ",
+    "####",
+    "<answer>",
+    "</answer>",
+    "</think>",
+    "\\",
+    "\\(",
+    "},",
+    "\\boxed ",
+]
+
+
+@pytest.mark.parametrize("fragment", MEGABYTES)
+def test_a_megabyte_is_linear_and_small(fragment):
+    filler = (fragment * 1_000_000)[:1_000_000]
+    for text in (filler, "answer is " + filler, filler + "\\boxed{5}", "\\boxed{5" + filler + "}"):
+        start = time.perf_counter()
+        assert type(gmts.is_correct(text, "1, 2")) is bool
+        assert time.perf_counter() - start < 1.5  # 0.15 on an idle core
+    tracemalloc.start()
+    gmts.is_correct(filler, "1, 2")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+
+
+def test_plain_numbers_are_fast():
+    start = time.perf_counter()
+    assert all(gmts.is_correct(boxed(str(n)), str(n)) for n in range(20_000))
+    assert time.perf_counter() - start < 4  # 0.35 on an idle core
+
+
+def test_a_deep_stack_is_no_error():
+    def sink(depth):
+        return sink(depth - 1) if depth else gmts.answers_match("((((5+x))))", "(((x+5)))")
+
+    assert sink(10) is True
+    gmts.read_math.cache_clear()
+    assert type(sink(sys.getrecursionlimit() - 120)) is bool
+
+
+def test_threads_agree():
+    def judge(_):
+        return [gmts.answers_match(answer, gold) for gold, answer, _ in TABLE[::3]]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(judge, range(4)))
+    assert all(result == [right for _, _, right in TABLE[::3]] for result in results)
+
+
+# ---- Properties ----------------------------------------------------------------------------------
+
+
+def random_polynomial(rng, depth):
+    """A LaTeX expression in x and y, and the same as a function of exact numbers."""
+    kind = rng.choice(
+        ["number", "x", "y"] if depth == 0 else ["sum", "product", "power", "quotient"]
+    )
+    if kind == "number":
+        value = rng.randrange(1, 9)
+        return str(value), lambda x, y: Fraction(value)
+    if kind in "xy":
+        return kind, (lambda x, y: x) if kind == "x" else (lambda x, y: y)
+    left, f = random_polynomial(rng, depth - 1)
+    right, g = random_polynomial(rng, depth - 1)
+    if kind == "sum":
+        sign = rng.choice("+-")
+        scale = 1 if sign == "+" else -1
+        return f"({left}{sign}({right}))", lambda x, y: f(x, y) + scale * g(x, y)
+    if kind == "product":
+        return rf"({left}){rng.choice(['', '*', ' ' + chr(92) + 'cdot '])}({right})", (
+            lambda x, y: f(x, y) * g(x, y)
+        )
+    if kind == "power":
+        exponent = rng.randrange(2, 4)
+        return rf"({left})^{{{exponent}}}", lambda x, y: f(x, y) ** exponent
+    value = rng.randrange(2, 9)
+    return rf"\frac{{{left}}}{{{value}}}", lambda x, y: f(x, y) / value
+
+
+def test_expressions_match_exactly_when_an_oracle_says_so():
+    rng = random.Random(1)
+    points = [(Fraction(rng.randrange(-50, 50), 7), Fraction(rng.randrange(-50, 50), 11))]
+    points += [
+        (Fraction(2), Fraction(3)),
+        (Fraction(-1, 2), Fraction(5)),
+        (Fraction(4), Fraction(-9)),
+    ]
+    seen = {True: 0, False: 0}
+    for _ in range(400):
+        pair = [random_polynomial(rng, rng.randrange(1, 3)) for _ in range(2)]
+        (gold, f), (answer, g) = pair if rng.random() < 0.6 else (pair[0], pair[0])
+        if rng.random() < 0.3:
+            answer, g = f"({answer})+y-y", g
+        if not set("xy") & set(gold) or not set("xy") & set(answer):
+            continue
+        equal = all(f(x, y) == g(x, y) for x, y in points)
+        assert gmts.answers_match(answer, gold) is equal, (answer, gold)
+        seen[equal] += 1
+    assert min(seen.values()) > 50
+
+
+def test_integers_match_exactly_at_any_size():
+    rng = random.Random(2)
+    for _ in range(300):
+        n = rng.randrange(-(10 ** rng.randrange(1, 60)), 10 ** rng.randrange(1, 60))
+        for form in (
+            f"{n}",
+            f"{n}.0",
+            f"{n:,}",
+            rf"\frac{{{2 * n}}}{{2}}",
+            f"x = {n}",
+            rf"{n}\text{{ cm}}",
+        ):
+            assert gmts.answers_match(form, str(n)), form
+            assert not gmts.answers_match(form, str(n + 1)), form
+            assert not gmts.answers_match(form, str(-n or 1)), form
+
+
+def test_a_match_is_symmetric_where_nothing_is_computed():
+    for gold, answer in RIGHT_KINDS:
+        if not re.fullmatch(r"\W*[A-Z]\W*", gold) and not re.search(
+            r"\d:\d|approx|\\frac42", gold + answer
+        ):
+            assert gmts.answers_match(gold, answer), (gold, answer)
+
+
+def test_a_function_is_added_by_one_row(monkeypatch):
+    monkeypatch.setitem(gmts.FUNCTIONS, "sech", lambda z: 1 / gmts.cmath.cosh(z))
+    gmts.read_math.cache_clear()
+    assert gmts.answers_match(r"\sech x", r"\frac{1}{\cosh x}")
+    assert gmts.answers_match(r"\sech^2 x", r"1-\tanh^2 x")
+    gmts.read_math.cache_clear()
+
+
+# ---- bfloat16 by autocast ------------------------------------------------------------------------
 
 
 class Casts(TorchDispatchMode):
@@ -583,7 +1104,7 @@ def test_a_bfloat16_run_learns(tiny, tmp_path):
     assert sum(lengths[-5:]) < sum(lengths[:5]) - 10
 
 
-# ---- Data -----------------------------------------------------------------------------------------
+# ---- Data ----------------------------------------------------------------------------------------
 
 CHOICES = [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]
 RECORDS = [
@@ -656,7 +1177,7 @@ def test_the_pupil_is_careless_in_the_way_it_says():
     assert share == pytest.approx((1 - gmts.FORGETS) * (1 - gmts.SLIPS) ** 3, abs=0.03)
 
 
-# ---- Whole runs -----------------------------------------------------------------------------------
+# ---- Whole runs ----------------------------------------------------------------------------------
 
 
 def save_model(folder, tokenizer, config=Qwen2Config, **options):
@@ -864,7 +1385,7 @@ def test_show_prints_after_each_evaluation(tiny, tmp_path, capsys):
     assert capsys.readouterr().out.count("largest gmts scores") == 4  # 2 steps, 2 answers each
 
 
-# ---- The command line and the documents -----------------------------------------------------------
+# ---- The command line and the documents ----------------------------------------------------------
 
 
 def option(name):
@@ -933,7 +1454,7 @@ def test_importing_is_cheap_and_needs_no_unix():
     assert float(done.stdout) < 1.0
 
 
-# ---- Nothing lost: kills and checkpoints ----------------------------------------------------------
+# ---- Nothing lost: kills and checkpoints ---------------------------------------------------------
 
 TIMES = ("tokens_per_s", "seconds", "peak_gb")
 
@@ -1038,7 +1559,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_checkpoint(tiny, tmp_path
     assert names == [f"step-{run.step:06d}"]
 
 
-# ---- Nothing silent: what goes wrong ends in one line ----------------------------------------------
+# ---- Nothing silent: what goes wrong ends in one line --------------------------------------------
 
 
 def fails(capsys, *flags):
@@ -1155,11 +1676,13 @@ def test_bad_resumes_end_in_one_line(tiny, tmp_path, capsys):
     assert "--select" in fails(capsys, "--out", out, "--resume", "--select", "random")
     assert "--resume" in fails(capsys, "--out", tmp_path / "nothing", "--resume")
     trainer = gmts.checkpoints(out)[0] / "trainer.pt"
+    state = torch.load(trainer, weights_only=True)
     with open(trainer, "r+b") as file:
         file.truncate(100)
     assert "checkpoint" in fails(capsys, "--out", out, "--resume")
     few = {"state": {}, "param_groups": [{"params": [0]}]}
-    torch.save({"step": 2, "rows": [], "optimizer": few}, trainer)
+    state["optimizer"] = few
+    torch.save(state, trainer)
     assert "checkpoint" in fails(capsys, "--out", out, "--resume")
     gmts.shutil.rmtree(trainer.parent)
     assert "checkpoint" in fails(capsys, "--out", out, "--resume")
@@ -1187,7 +1710,7 @@ def test_out_of_memory_names_the_flags_to_lower(tiny, tmp_path, capsys, monkeypa
     assert "--micro-tokens" in fails(capsys, *tiny, "--out", tmp_path / "run")
 
 
-# ---- Models of many kinds -------------------------------------------------------------------------
+# ---- Models of many kinds ------------------------------------------------------------------------
 
 LINEAR = dict(
     num_hidden_layers=4,
@@ -1297,160 +1820,358 @@ def test_chat_templates_and_end_tokens(tokenizer):
     chatty = gmts.demo_tokenizer()
     chatty.add_special_tokens({"additional_special_tokens": ["<stop>"]})
     chatty.chat_template = CHAT
+    stop = chatty.convert_tokens_to_ids("<stop>")
     assert gmts.render(chatty, "1+1=") == "<user>1+1=<stop><a>"
-    assert gmts.end_tokens(model, chatty) == {0, 5, chatty.convert_tokens_to_ids("<stop>")}
+    assert gmts.end_tokens(model, chatty) == {0, 5}  # no embedding: it can never be sampled
+    model.resize_token_embeddings(20)
+    assert gmts.end_tokens(model, chatty) == {0, 5, stop}
+
+    # Special, though in no list of special tokens; and a template that wants the user last.
+    unlisted = gmts.demo_tokenizer()
+    unlisted.add_tokens([transformers.AddedToken("<stop>", special=True)])
+    unlisted.chat_template = (
+        "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    )
+    unlisted.chat_template += CHAT
+    assert gmts.end_tokens(model, unlisted) == {0, 5, stop}
 
 
-# fmt: off
-# ---- The verifier ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("completion, answer", [
-    (r"so \boxed{7} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-    (r"\boxed {x} and \fbox{9}", "9"),
-    (r"<think>\boxed{10}</think> it is \boxed{11}", "11"),
-    (r"<think>#### 10</think> I cannot say", None),
-    ("8+4+0=12 4+1+1=06 ####562", "562"),
-    ("reasons\n#### $1,234\nmore", "1,234"),
-    ("The answer is **42**. It was easy.", "42"),
-    ("Answer: 3.14\nbye", "3.14"), ("Answer: \\[\n 7 \n\\]", "7"), ("The answer is\n$$\n7\n$$", "7"), ("Answer: [0, 1)", "[0, 1)"), (r"\boxed 5$, since", "5"), ("#### Final answer: 5", "5"),
-    ("I get 42", None), ("", None), (r"\boxed{}", None), (r"\boxed{1", None), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{\boxed{5}}", "5"),
-])
-def test_extract_answer(completion, answer):
-    assert gmts.extract_answer(completion) == answer
+# ---- The models, files and habits people bring ---------------------------------------------------
 
 
-def test_boxes_in_a_row_are_a_list_where_a_list_is_asked():
-    both = r"So $\boxed{2} \quad \text{and} \quad \boxed{-1}$."
-    assert gmts.is_correct(both, "-1, 2") and gmts.is_correct(r"\boxed{(1, 2)}, \boxed{(3, 4)}", "(3,4),(1,2)") and gmts.is_correct(both, "-1")
-    assert not gmts.is_correct(both, "2") and not gmts.is_correct(both, "1, 2") and not gmts.is_correct(r"\boxed{2} and so $x = \boxed{-1}$", "-1, 2")
+def broken_model(folder, tokenizer, change, **options):
+    """A saved model whose weights `change` has changed."""
+    from safetensors.torch import load_file, save_file
+
+    save_model(folder, tokenizer, tie_word_embeddings=False, **options)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
-RIGHT = [("1200", "1,200"), (r"1{,}200", "1200"), ("1234", "1,234.00"), ("0.50", ".5"), ("0.50", r"\frac12"), ("0.50", "1/2"),
-         ("0.50", r"\frac 1 2"), (r"\frac{1}{2}", r"\dfrac{2}{4}"), (r"2\frac{3}{4}", "11/4"), (r"2\frac{3}{4}", "2.75"),
-         (r"\$4.50", "4.5 dollars"), ("60", r"60^\circ"), ("60", "60 degrees"), ("5", "5 apples"), ("5", "x = 5"), ("12", "12."),
-         ("12", r"12\text{ cm}"), ("10", r"10\%"), ("-3", "−3"), ("562", "0562"), ("7", r"\left(7\right)"), ("C", "(C)"),
-         (r"\text{Tuesday}", "tuesday."), (r"\sqrt{2}", r"\sqrt 2"), (r"(1, 2)", "(1,2)"), ("9007199254740993", "9007199254740993"),
-         ("9" * 1500, "9" * 1500), ("1/3", "2/6"), ("-1/2", r"-\frac{1}{2}"), (r"\{1,2\}", "2, 1"), (r"1,2", r"2 \text{ and } 1"),
-         (r"(1, \frac{9}{2})", "(1, 4.5)"), (r"[0, 1/2)", r"\left[0, 0.5\right)"), (r"(1,2), (3,4)", r"(3, 4), (1, \frac42)"),
-         (r"(0, 1) \cup (2, 3)", r"(2,3)\cup(0,1)"), ("x = 1, x = 2", "2, 1"), ("1/3", "0.33333333"), ("0.335", r"33.5\%"),
-         (r"28\%", "0.28"), (r"28\%", "28 percent"), ("1000", "1 000"), (r"f(x) = 2x", "2x"), ("5", "5 = x"), ("5", "10/2 = 5"),
-         (r"74^\circ", r"\angle ABC = 74^\circ"), ("(p, q) = (3, 2)", "(3,2)"), ("C", r"\textbf{(C)}\ 42"), ("B", "(B) the dog."),
-         ("14", "14 pieces"), ("12", r"12\mathrm{~m}"), ("3:2", "3:2"), ("12000", r"12,\!000"), (r"\frac{8}{\sqrt{7}}", r"\dfrac{8}{\sqrt{7}}"), ("f(x) = x(x-1)", r"f\left(x\right) = x(x - 1)"),
-         (r"\frac{\pi}{6}", r"$\tfrac{\pi}{6}$."), ("3:2", "3/2"), ("1500", r"1.5 \times 10^3"), ("1/3", "0.333333333333"),
-         # expressions by value
-         (r"\sqrt{2}", "1.4142135623730951"), ("4.123105625617661", r"\sqrt{17}"), (r"\sqrt{8}", r"2\sqrt2"), (r"\sqrt[3]{5}", "5^{1/3}"),
-         (r"\frac{3\sqrt{5}}{7}", "(3*sqrt(5))/7"), ("2^{10}", "1024"), ("10^{-40}", r"\frac{1}{10^{40}}"), ("120", "5!"), ("10", r"\binom{5}{2}"),
-         (r"\log_2 8", "3"), (r"\log_{2}(8)", "3"), (r"\ln 4", r"2\ln 2"), (r"\sin 2x", r"2\sin x\cos x"), (r"\tan^2(y)+1", r"\sec^2 y"),
-         (r"\frac{\sqrt{3}}{2}", r"\sin\left(\frac{\pi}{3}\right)"), ("x^2-9", "(x-3)(x+3)"), (r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}"),
-         ("2x", "x*2"), ("-2^2", "-4"), (r"\frac{-2}{3}", r"-\frac23"), ("3+4i", "4i+3"), (r"|x-1|", r"\lvert 1-x \rvert"),
-         (r"\sin x^2", r"\sin(x^2)"), (r"\sin 2 x", r"\sin 2x"), (r"\sin\theta\cos\theta", r"\cos\theta\sin\theta"), (r"\frac{1}{\theta}", r"1/\theta"),
-         (r"\alpha^2-\beta^2", r"(\alpha-\beta)(\alpha+\beta)"), (r"\log _{2} x", r"\log_2 x"), (r"\log_{16} 4", r"\frac12"), ("2", r"\log_3(9)"),
-         (r"\ln\frac32", r"\ln 1.5"), (r"\ln 3-\ln 2", r"\ln\frac{3}{2}"), (r"\frac34", r"\sin^2\frac{\pi}{3}"), ("-1", r"\log_2 0.5"), ("4", "√16"), ("5", "x\n=\n5"),
-         (r"12\pi", r"12\pi\text{ cm}^2"), ("12", r"12\text{ m/s}"), ("5", r"\boxed{5}"), ("5", r"\displaystyle 5"),
-         # equations, inequalities, intervals
-         ("5", "f(2) = 5"), (r"5", r"\theta = 5"), ("12", r"\text{Area} = 12"), ("2x+4y=3", r"y=-\frac{1}{2}x+\frac{3}{4}"), ("x^2+y^2=4", "2x^2+2y^2=8"), ("x_1=3, x_2=4", "3, 4"), (r"AB/CD = 2", "2"),
-         ("-1", r"e^{i\pi} = -1"), ("2", r"\sqrt{4} = 2"), ("1", r"\lim_{x \to 0} \frac{\sin x}{x} = 1"), ("11", "x = 5+5+1 = 11"),
-         (r"x \ge 5", r"5 \le x"), (r"x \ge 5", r"[5, \infty)"), ("x < 3", r"(-\infty, 3)"), ("(0, 1]", r"1 \geq x > 0"),
-         (r"x < 1 \text{ or } x > 3", r"(-\infty, 1) \cup (3, \infty)"),
-         # lists, both signs, matrices, bases
-         (r"\{3,\frac12\}", r"\{\frac12,3\}"), (r"\left\{1, 2\right\}", "1,2"), (r"\pm 6", "-6, 6"), (r"\{-6, 6\}", r"\pm 6"), (r"1 \pm \sqrt{2}", r"1-\sqrt2, 1+\sqrt2"), (r"(1, \sqrt{4})", "(1, 2)"),
-         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"), ("1101_2", "1101_{2}"),
-         (r"\begin{pmatrix} 1 & \frac12 \\ 0 & 3 \\ \end{pmatrix}", r"\left[\begin{array}{cc}1&0.5\\0&3\end{array}\right]")]
-WRONG = [("1200", "1, 200"), ("5", "5 000"), ("12", "21"), ("3", "-3"), ("1/3", "0.333"), ("12 cm", "12 m"), ("7", "7 or 8"),
-         ("7", "7 million"), ("7", "7, 8"), ("5", "5 apples or pears"), ("5", "5 minus something"), ("(1,2)", "(2,1)"), ("(1,200)", "1200"), ("9007199254740993", "9007199254740992"),
-         ("C", "B"), ("C", "(B) not (C)"), (r"\sqrt{2}", "2"), ("5", "2+3"), ("0.5", "50"), ("1", "1/0"), ("5", ""), ("5", "five"),
-         ("1", "True"), ("0", "nan"), ("1", "inf"), ("10", "1e1"), ("2", "x^2"), ("20", r"20\pi"), ("2", "2x"), ("3", "3i"),
-         ("2", r"2\sqrt{x}"), ("2", r"2\ln x"), ("2", r"2\theta"), (r"2\theta", "2"), ("2", r"2 \alpha"), ("3/4", r"\frac34\pi"), ("2", "2abc"), ("2", "2ab"), (r"\{1,2\}", "2, 1, 1"),
-         ("(2, 1)", "(1, 2)"), ("[0, 1)", "(0, 1)"), ("[0, 1)", "[0, 1]"), ("(1,2), (3,4)", "(1,3), (2,4)"), ("1,2", "(1,2)"),
-         ("5", "5.0000001"), ("0.5", r"5\%"), ("50", "0.5"), (r"28\%", "2800"), ("6", "xy = 6"), ("7 = 11a+c", "11a+c"),
-         ("C", "B, C"), ("C", "(C) or (D)"), ("B", "Because"), ("0", "a + 3z = 0"), ("n(n-1)", "nn-1"), ("(n-1)/2", "n-1/2"), ("12:00", "1:00"), ("14", "3*4 + 2"),
-         ("9007199254740993", "9007199254740992.0"), ("-9007199254740993", "-9007199254740992"), ("7:30", "9:30"), ("7", "6+1"),
-         # what would pay if it were accepted: the question instead of the answer
-         ("14", "2(7)"), ("14", "(2)(7)"), ("12", "3 4"), ("14", r"7 \cdot 2"), ("14", r"7 \times 2"), ("14", "28 - 14"), ("-6", r"-2 \cdot 3"), ("0", "x^2 - x^2"),
-         ("14", "12+2+0x"), ("14", "e^0*12+2"), ("6", "7-10^0"), ("x=14", "x=12+2"), ("14", r"\Add{12}{2}"), ("12", r"\Mult{3}{4}"), ("14", "12\n+2"), ("14", "12\u00a0+ 2"), ("14", "12.+2"), ("12", "3{4}"), ("12", "(3)4"), ("12", "|3|4"), ("240", "5!2"),
-         ("12", r"\sqrt{9}4"), ("8", r"5\frac31"), ("8", "5 6/2"), ("0", r"\sin 0.5"), ("1", r"\log_2 4.5"), ("6", "√16"), ("0.99999999", "1"),
-         # expressions
-         (r"\sqrt{2}", "1.41"), (r"\sqrt{8}", r"3\sqrt2"), ("x", r"\sqrt{x^2}"), ("x^2-9", "(x+3)(x+3)"), ("2x", "x^2"), ("x", "y"), ("X", "x+1"),
-         (r"\sin x", r"\cos x"), (r"\log_2 8", "4"), ("10^{-40}", "10^{-41}"), ("10^{999999999}", "10^{999999998}"), ("9^{9^{9^{9}}}", "9"),
-         ("0", "e^{-100000}"), (r"\frac{7}{0}", r"\frac{8}{0}"), ("3+4i", "3-4i"), (r"\frac{\pi}{6}", r"30^\circ"), ("live", "evil"), ("24", "4! + 0"),
-         (r"\cos 2\pi x", "x"), (r"\sin x^2", r"\sin^2 x"), (r"\cos 2\theta", r"\theta\cos(2)"), ("the cat", "tac the"), ("B", "1B"), ("2^{100}", "2^{100}-1"),
-         ("2^{100}-1", "2^{100}"), ("50!+1", "50!"), ("10^{40}+7", "10^{40}"), (r"\sum_{k=3}^{20} \ln k", r"\prod_{k=3}^{20} \ln k"), ("1:2:3", "1:3:2"), ("2:3:5", "2/15"),
-         ("-1234567890123456789012345678901234567890", "-1234567890123456789012345678901234567891"),
-         # equations, inequalities, intervals
-         ("2x+4y=3", "2x+4y=5"), ("x^2+y^2=4", "x^2+y^2=2"), ("2+2=5", "3=7"), ("x = 5", "x = 6"), ("5", "x + y = 5"), ("5", "2x = 5"), ("25", "x^2 = 25"),
-         ("5", "|x| = 5"), ("x<5", "|x|<5"), (r"x \ge 5", "x > 5"), (r"x \ge 5", r"x \le 5"), ("x < 3", "x < 4"), ("(0, 1]", r"0 \le x \le 1"), ("5", r"x \ge 5"),
-         (r"(-\infty, 4) \cup (4, \infty)", r"(-\infty, 4)"), ("f(x)=x, f(x)=-x", "f(x)=x, f(x)=+x"),
-         # lists, both signs, matrices, bases, units
-         (r"\pm 6", "6"), ("6", r"\pm 6"), ("1, 2", "1, 1, 2"), ("10", "10, 10"), (r"1 \pm \sqrt{2}", r"1+\sqrt2"), ("(1, 2, 3)", "(1, 2), 3"),
-         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"(1 \ 2)"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
-         (r"\begin{pmatrix}1\\2\\3\end{pmatrix}", r"\begin{pmatrix}1\\3\\2\end{pmatrix}"), ("1101_2", "1101_3"), ("13", "1101_2"), ("1101_2", "1101"),
-         (r"12\text{ cm}^2", r"12\text{ cm}^3"), ("5", "5 hundred"), ("5", "5 trillion"), ("3", "3 xy"), ("5 cents", r"\$5"), ("60", "60 degrees or so"), ("5 m", r"5\%")]
+def test_missing_and_broken_weights_are_refused(tiny, tmp_path, capsys, tokenizer):
+    def refused(name, change):
+        model = broken_model(tmp_path / name, tokenizer, change)
+        return fails(capsys, *tiny, "--model", model, "--out", tmp_path / "run")
+
+    assert "lm_head.weight" in refused("head", lambda weights: weights.pop("lm_head.weight"))
+    layer = "model.layers.1.mlp.up_proj.weight"
+    assert layer in refused("layer", lambda weights: weights.pop(layer))
+    nan = refused("nan", lambda weights: weights[layer][0].fill_(math.nan))
+    assert "not finite" in nan
 
 
-@pytest.mark.parametrize("gold, answer, right", [(*case, True) for case in RIGHT] + [(*case, False) for case in WRONG])
-def test_answers_match(gold, answer, right):
-    assert gmts.answers_match(answer, gold) is right
-    assert gmts.is_correct(rf"so $\boxed{{{answer}}}$", gold) is (right and answer != "")
+def test_models_without_a_cache_or_with_another_attention_are_refused(
+    tiny, tmp_path, capsys, tokenizer
+):
+    small = dict(vocab_size=16, eos_token_id=0, pad_token_id=0, bos_token_id=0)
+    bert = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    gpt = dict(n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    t5 = dict(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    models = {
+        "bert": transformers.BertLMHeadModel(transformers.BertConfig(**small | bert)),
+        "gpt": transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(**small | gpt)),
+        "t5": transformers.T5ForConditionalGeneration(transformers.T5Config(**small | t5)),
+    }
+    for name, model in models.items():
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(10)  # else attention hardly matters
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        flags = [*tiny, "--model", tmp_path / name, "--out", tmp_path / "run"]
+        assert str(tmp_path / name) in fails(capsys, *flags)
 
 
-# golds of many kinds, and rewritings that must keep or break the match
-GOLDS = ["7", "-12", "1234", "20736", "0.45", "-3.5", r"\frac{3}{4}", r"-\frac{17}{6}", r"2\frac{1}{3}", r"\sqrt{13}", r"3\sqrt{5}", r"\frac{5\sqrt{2}}{4}",
-         r"\frac{\pi}{6}", r"12\pi", "2^{10}", r"1+\sqrt{3}", "x^2+2x-3", r"\frac{x+1}{x-2}", "-5a^3b", r"\frac{1}{n(n+1)}", r"e^{2x}", "3+4i", "(3, -4)",
-         r"(\frac{1}{2}, 5, 0)", "[2, 5)", r"(-\infty, 3]", r"(0, 1) \cup (4, 9)", r"\{1, 2, 7\}", "4, -6", "y=2x+1", "x^2+y^2=25",
-         r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}"]
-KEEP = {
-    "dfrac": lambda g: g.replace(r"\frac", r"\dfrac"), "left and right": lambda g: re.sub(r"[)\]]", r"\\right\g<0>", re.sub(r"[(\[]", r"\\left\g<0>", g)),
-    "spaces": lambda g: re.sub(r"(?<=[^\\{(\[ ])([-+=,])(?=[^ ])", r" \1 ", g), "dollars": lambda g: f"${g}$", "full stop": lambda g: g + ".",
-    "thousands": lambda g: re.sub(r"^(\d+)(\d{3})$", r"\1,\\!\2", g), "braced comma": lambda g: re.sub(r"^(\d+)(\d{3})$", r"\1{,}\2", g),
-    "unit": lambda g: re.sub(r"^-?[\d.]+$", r"\g<0> apples", g), "unit in text": lambda g: re.sub(r"^-?[\d.]+$", r"\g<0>\\text{ km}", g),
-    "name": lambda g: g if re.search("[=,]|cup|matrix", g) else "z = " + g, "display": lambda g: rf"\[ {g} \]"}
-BREAK = {
-    "digit": lambda g: re.sub(r"\d", lambda m: str((int(m[0]) + 1) % 10), g, count=1), "sign": lambda g: "-" + g if re.match(r"[\d\\]", g) and "," not in g else None,
-    "inner sign": lambda g: g.replace("+", "-") if "+" in g else None, "swapped": lambda g: re.sub(r"^\(([^,()]+), ([^,()]+)", r"(\2, \1", g) if re.match(r"\(\S+, \S+", g) else None,
-    "opened": lambda g: g.replace("[", "(").replace("]", ")") if re.search(r"^\[|\]$", g) else None, "one more": lambda g: g + ", 99", "letter": lambda g: g + "q"}
+@pytest.mark.parametrize("kind", ["gemma 3", "qwen3.5"])
+def test_multimodal_models_are_used_for_text(kind, tiny, tmp_path, tokenizer):
+    """Settings of the text live in a config of their own."""
+    _, options = config_of(kind)
+    whole = {"gemma 3": "Gemma3Config", "qwen3.5": "Qwen3_5Config"}[kind]
+    if not hasattr(transformers, whole):
+        pytest.skip(f"this version of transformers has no {whole}")
+    shape = dict(vocab_size=16, hidden_size=32, intermediate_size=64, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
+    shape |= dict(num_hidden_layers=2, eos_token_id=0, pad_token_id=0, bos_token_id=0)
+    vision = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, image_size=28)
+    vision |= dict(num_hidden_layers=1, depth=1, num_heads=2, out_hidden_size=32, patch_size=14)
+    settings = getattr(transformers, whole)(text_config=shape | options, vision_config=vision)
+    settings.eos_token_id = 0
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert gmts.context_length(model) == 128
+    rows = run_main(*tiny, "--model", tmp_path / "model", "--out", tmp_path / "run")
+    assert len(rows) == 3 and float(rows[2]["grad_norm"]) > 0
 
 
-@pytest.mark.parametrize("gold", GOLDS)
-def test_rewritings_keep_or_break_the_match(gold):
-    for name, rewrite in KEEP.items():
-        assert gmts.is_correct(rf"It is \boxed{{{rewrite(gold)}}}", gold), (name, rewrite(gold))
-    for name, rewrite in BREAK.items():
-        assert (wrong := rewrite(gold)) is None or not gmts.is_correct(rf"It is \boxed{{{wrong}}}", gold), (name, wrong)
-    assert not gmts.is_correct(r"\boxed{-7919/104729}", gold) and not any(gmts.answers_match(gold, other) for other in GOLDS if other != gold)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2, experts"])
+def test_router_logits_are_switched_off(kind, tiny, tmp_path, tokenizer):
+    kind, options = config_of(kind)
+    options = options | {"output_router_logits": True}
+    model = save_model(tmp_path / "model", tokenizer, kind, **options)
+    assert len(run_main(*tiny, "--model", model, "--out", tmp_path / "run")) == 3
 
 
-LATEX = [*r"{}[]()$^_,.=+-*/!<>|&~%'# 0123456789xyziePMπ−–😀²½٣", "\x00", "\n", '"', r"\frac", r"\frac{", r"\sqrt", r"\sqrt[", r"\boxed{", r"\text{", r"\circ", r"\left(",
-         r"\right)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\pm", r"\mp", r"\log_", r"\sin^2 ", r"\infty", r"\cup", r"\le ", r"\ge ", r"\binom", "and ", "or ",
-         "apples ", "not ", "x=", "f(x)=", "10^", "9^9^", "99!", "e^", "1,000", "####", "answer is ", "</think>", "True", "nan", "inf", "None", "lambda x:", "import os",
-         "__import__('os')", "open('f','w')", "().__class__", "9**9**9", "}{", "frac(", "sin**", "'1'", "1_", "x_{", "A", "_AA", "_a"]
+def test_rescaled_rope_keeps_to_the_original_context(tiny, tmp_path, capsys, tokenizer):
+    factors = [1.0] * 4
+    rope = dict(rope_type="longrope", rope_theta=10_000.0, short_factor=factors)
+    rope |= dict(long_factor=[4.0] * 4, original_max_position_embeddings=32)
+    old = {"rope_scaling": {k: v for k, v in rope.items() if k[:3] in ("sho", "lon", "rop")}}
+    try:
+        settings = dict(rope_parameters=rope, original_max_position_embeddings=32)
+        model = tiny_model(transformers.Phi3Config, **settings)
+    except (TypeError, ValueError, KeyError):
+        settings = old | dict(original_max_position_embeddings=32)
+        model = tiny_model(transformers.Phi3Config, **settings)
+    assert gmts.context_length(model) == 32
+    assert gmts.context_length(tiny_model()) == 128
 
 
-def test_the_verifier_bears_hostile_text():
-    """Whatever a policy writes: an answer of True or False, no exception, in bounded time, off the main thread, without running it."""
-    rng = gmts.random.Random(0)
-    texts = ["".join(rng.choices(LATEX, k=rng.randrange(40))) for _ in range(3000)]
-    texts += [fragment * n for fragment in LATEX for n in (50, 20_000)] + ["9" * 100_000 + "!", "(" * 10_000 + "1" + ")" * 10_000]
-    texts += ["\\boxed{" + fragment * (1980 // len(fragment)) + "}" for fragment in LATEX]
-    texts += ["\\boxed{" + text + "}" for text in (",(" * 900, "1=" * 990, "9" * 1980 + "!", "9^" * 140 + "9", "10^{" * 60 + "}" * 60, "99!" * 90, "x" * 299, "-" * 299 + "1", "A" + "_AA" * 90 + "+1=5",
-                                                 "A" + "_A" * 140 + "+1<5", "a " * 140 + "=5!", r"\binom{x}{y}" * 40)]
-
-    def judge_all():
-        for text in texts:
-            start = time.perf_counter()
-            for gold in ("5", r"\frac{1}{2}", "x^2+1", "1, 2", text[:50]):
-                assert type(gmts.is_correct(text, gold)) is type(gmts.answers_match(text, gold)) is bool
-            assert time.perf_counter() - start < 2, text[:60]
-        return True
-    with concurrent.futures.ThreadPoolExecutor(1) as pool: assert pool.submit(judge_all).result()
-    start = time.perf_counter()
-    assert not any(gmts.is_correct((fragment * 20_000)[:20_000], "5") for fragment in ("},", "},,", "}and", "}\\quad"))
-    assert time.perf_counter() - start < 2
+def test_tokens_that_the_model_does_not_have_are_refused(tiny, tmp_path, capsys, tokenizer):
+    other = gmts.demo_tokenizer()
+    other.add_tokens(["1+"])
+    model = save_model(tmp_path / "model", other)
+    data = write_lines(
+        tmp_path / "data.jsonl", [{"question": f"1+{i}=", "answer": i} for i in range(60)]
+    )
+    flags = [*tiny, "--model", model, "--data", data, "--out", tmp_path / "run"]
+    assert "has a token 16" in fails(capsys, *flags)
 
 
-# fmt: on
+def test_folders_without_a_tokenizer_are_refused(tiny, tmp_path, capsys, tokenizer):
+    tiny_model().save_pretrained(tmp_path / "model")
+    flags = [*tiny, "--model", tmp_path / "model", "--out", tmp_path / "run"]
+    said = fails(capsys, *flags)
+    assert str(tmp_path / "model") in said or "token" in said
 
 
-# ---- The README's recipes, each block found by its first line and run as it stands there -----------
+def test_chat_templates_are_given_arguments_and_their_errors_are_shown(
+    tiny, tmp_path, capsys, tokenizer
+):
+    def with_template(name, template):
+        chatty = gmts.demo_tokenizer()
+        chatty.chat_template = template
+        return [*tiny, "--model", save_model(tmp_path / name, chatty), "--out", tmp_path / "run"]
+
+    raises = with_template("raises", "{{ raise_exception('only in French') }}")
+    assert "only in French" in fails(capsys, *raises)
+    assert "template" in fails(capsys, *with_template("broken", "{% for m in messages %}"))
+    thinks = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    thinks += "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    thinking = with_template("thinks", thinks)
+    assert "--template" in fails(capsys, *thinking, "--template", "{")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "thinks")
+    assert gmts.render(tokens, "1") == "1<think>"
+    assert gmts.render(tokens, "1", template='{"enable_thinking": false}') == "1"
+    rows = run_main(*thinking, "--template", '{"enable_thinking": false}')
+    assert len(rows) == 3
+
+
+LETTERS = {"A": "x", "B": "y"}
+ASKED = "q\n(A) x\n(B) y"
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize(
+    "record, problem",
+    [
+        ({"prompt": MESSAGES, "reward_model": {"ground_truth": "7"}}, (MESSAGES, "7")),  # verl
+        ({"prompt": MESSAGES, "ground_truth": 7}, (MESSAGES, "7")),
+        ({"problem": "p", "label": 18}, ("p", "18")),
+        ({"content": "p", "answer": "3", "choices": None}, ("p", "3")),
+        ({"QUESTION": "q", "Answer": "1"}, ("q", "1")),
+        ({"question": "q", "options": ["x", "y"], "answer": "B"}, (ASKED, "B")),
+        ({"question": "q", "choices": ["x", "y"], "answer": 1}, (ASKED, "B")),  # MMLU
+        ({"question": "q", "options": LETTERS, "answer": "y"}, (ASKED, "B")),  # MedQA
+        ({"question": "q", "options": LETTERS, "correct": "A"}, (ASKED, "A")),
+        ({"question": "q", "choices": CHOICES, "label": "B"}, (ASKED, "B")),
+        (
+            {"question": "q", "choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answerKey": 2},
+            ("q\n(1) x\n(2) y", "2"),  # ARC
+        ),
+    ],
+)
+def test_records_in_the_shapes_people_have(record, problem):
+    assert gmts.read_record(record) == problem
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        ({"question": "q", "answer": math.nan}, "no answer"),
+        ({"question": "q", "answer": None}, "no answer"),
+        ({"question": "q", "answer": "  "}, "no answer"),
+        ({"question": "q", "solution": "It is clear that x is 3."}, "solution"),
+        ({"question": "q", "reward_model": {"style": "rule"}}, "no answer"),
+        ({"prompt": [], "answer": 1}, "no question"),
+    ],
+)
+def test_records_that_are_refused(tiny, tmp_path, capsys, record, words):
+    path = write_lines(tmp_path / "data.jsonl", [{"question": "q", "answer": 1}, record])
+    said = fails(capsys, *tiny, "--data", path, "--out", tmp_path / "run")
+    assert words in said and "line 2" in said
+
+
+def test_options_without_the_answer_are_refused(tiny, tmp_path, capsys):
+    record = {"question": "q", "options": ["x", "y"], "answer": "C"}
+    path = write_lines(tmp_path / "data.jsonl", [record])
+    assert "line 1" in fails(capsys, *tiny, "--data", path, "--out", tmp_path / "run")
+
+
+def test_messages_are_asked_as_they_are(tiny, tmp_path, tokenizer):
+    chatty = gmts.demo_tokenizer()
+    chatty.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    chatty.chat_template = CHAT
+    assert gmts.render(chatty, MESSAGES, "not {question}") == "<system>s<stop><user>q<stop><a>"
+    records = [
+        {"prompt": [{"role": "user", "content": f"{i}+1="}], "ground_truth": i} for i in range(60)
+    ]
+    path = write_lines(tmp_path / "data.jsonl", records)
+    assert len(run_main(*tiny, "--data", path, "--out", tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize("name", ["data.parquet", "data.csv", "data.jsonl.gz"])
+def test_other_formats_are_refused_with_a_line_that_converts(tiny, tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(b"PAR1")
+    said = fails(capsys, *tiny, "--data", tmp_path / name, "--out", tmp_path / "run")
+    assert ".jsonl" in said and "pandas.read_" in said and "to_json" in said
+
+
+def test_the_same_data_twice_is_said(tiny, tmp_path, capsys):
+    said = fails(capsys, *tiny, "--eval-data", tiny[3], "--out", tmp_path / "run")
+    assert "--eval-data is the same as --data" in said
+
+
+def test_rewards_may_import_and_use_processes(tiny, tmp_path):
+    (tmp_path / "helper_of_reward.py").write_text("LENGTHS = 3\n")
+    (tmp_path / "pooled_reward.py").write_text(
+        "import multiprocessing\n"
+        "from helper_of_reward import LENGTHS\n"
+        "def modulo(n):\n    return n % LENGTHS\n"
+        "def f(completion, answer):\n"
+        "    with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+        "        return pool.map(modulo, [len(completion)])[0]\n"
+    )
+    reward = f"{tmp_path / 'pooled_reward.py'}:f"
+    flags = [*tiny, "--reward", reward, "--steps", 1, "--eval-size", 1, "--prompts", 1]
+    rows = run_main(*flags, "--out", tmp_path / "run")
+    assert len(rows) == 2
+
+
+def test_a_reward_without_its_function_says_what_is_missing(tiny, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text("def f(completion, answer):\n    return 1\n")
+    flags = [*tiny, "--out", tmp_path / "run", "--reward", tmp_path / "reward.py"]
+    assert "FILE.py:FUNCTION" in fails(capsys, *flags)
+
+
+def test_a_long_question_pads_no_others(tokenizer, monkeypatch):
+    shapes, sample = [], gmts.sample
+
+    def recorded(model, ids, *rest):
+        shapes.append(tuple(ids.shape))
+        return sample(model, ids, *rest)
+
+    monkeypatch.setattr(gmts, "sample", recorded)
+    run = make_run(tiny_model(), tokenizer, max_tokens=8)
+    rng = random.Random(0)
+    problems = [([rng.randrange(3, 16) for _ in range(n)], str(n)) for n in (5, 90, 3, 8, 100, 6)]
+    asked = []
+    run.reward = lambda text, answer: asked.append(answer) or 0
+    batch = gmts.rollout(run, problems, 2, 1.0)
+    assert shapes == [(4, 8), (2, 100)]
+    assert asked == [n for n in ("3", "5", "6", "8", "90", "100") for _ in range(2)]
+    logits = full_logits(run.model, batch)
+    oracle = Categorical(logits=logits).log_prob(batch.tokens)
+    assert torch.allclose(batch.logprobs[batch.mask], oracle[batch.mask], atol=1e-4)
+    gradient = gmts.score_tokens(run.model, batch, batch.mask, run.config)[0]
+    assert torch.allclose(gradient[batch.mask], oracle[batch.mask], atol=1e-4)
+
+
+def test_runs_share_no_folder(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        settings = gmts.parse([str(flag) for flag in tiny])
+        gmts.open_folder(settings)
+        names.append(settings.out)
+    assert len(set(names)) == 2 and all(
+        (tmp_path / name / "config.json").exists() for name in names
+    )
+
+
+def test_a_folder_in_use_is_refused_and_one_of_a_dead_run_is_not(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    process = start(*tiny, "--steps", 4000, "--eval-every", 0, "--out", out, "--save-every", 4000)
+    wait_for_step(process, 1)
+    said = fails(capsys, *tiny, "--out", out)
+    assert str(out) in said
+    process.kill()
+    process.wait()
+    assert len(run_main(*tiny, "--out", out)) == 3
+
+
+def test_resume_accepts_what_does_not_change_the_figures(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    run_main(*tiny, "--out", out, "--steps", 2)
+    changed = ["--micro-tokens", 64, "--save-every", 1, "--eval-every", 1, "--log-every", 2]
+    rows = run_main("--resume", *changed, "--show", "--steps", 4, "--out", out)
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
+    for flags in (["--steps", 3], ["--lr", 1], ["--samples", 9]):
+        said = fails(capsys, "--resume", "--out", out, *flags)
+        assert flags[0] in said and "the run to resume has" in said
+    kept = (out / "config.json").read_text()
+    (out / "config.json").write_text(kept.replace('"samples"', '"examples"'))
+    assert "examples" in fails(capsys, "--resume", "--out", out)
+    (out / "config.json").write_text(kept)
+    data = Path(json.loads(kept)["data"])
+    lines = data.read_text()
+    try:
+        data.write_text(lines.replace("=", "+1=", 1))
+        assert "other data" in fails(capsys, "--resume", "--out", out)
+    finally:
+        data.write_text(lines)
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(tiny, tmp_path, capsys, monkeypatch):
+    out, save = tmp_path / "run", torch.save
+
+    def full(state, path):
+        if state["step"] == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    said = fails(capsys, *tiny, "--save-every", 1, "--out", out)
+    assert "No space left" in said
+    assert [path.name for path in out.glob("step-*")] == ["step-000001"]
+    monkeypatch.setattr(torch, "save", save)
+    assert len(run_main("--resume", "--out", out)) == 3
+
+
+def test_large_seeds_are_refused(capsys):
+    assert "--seed" in fails(capsys, "--seed", 2**32)
+
+
+def test_a_closed_pipe_ends_quietly(tiny, tmp_path):
+    command = [sys.executable, str(HERE / "gmts.py"), *map(str, tiny), "--steps", "400"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "run"), "--eval-every", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.wait(timeout=60)
+
+
+# ---- The README's recipes, each block found by its first line and run as it stands there ---------
 
 
 def recipe(name, run_name="recipe"):
@@ -1964,7 +2685,7 @@ def test_code_reward_in_a_run(tiny, tmp_path):
     assert 0 < float(rows[1]["reward"]) < 1 and float(rows[1]["kept"]) > 0
 
 
-# ---- On a GPU: these run where there is one --------------------------------------------------------
+# ---- On a GPU: these run where there is one ------------------------------------------------------
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -2117,7 +2838,7 @@ def test_gpu_speed_and_memory(gpu_model, tokenizer, monkeypatch):
     )
 
 
-# ---- The benchmark: GMTS_BENCH=1 [GMTS_BENCH_MODEL=folder of SmolLM2-135M] pytest -s -k bench ------
+# ---- The benchmark: GMTS_BENCH=1 [GMTS_BENCH_MODEL=folder of SmolLM2-135M] pytest -s -k bench ----
 # Both sides in processes of their own, in turn: same model, prompts, lengths, dtype and threads.
 
 
