@@ -1125,20 +1125,22 @@ DECIMAL_TOLERANCE = 1e-6  # relative, where a decimal stands for 1/3 or \sqrt2
 
 # -- Spelling: symbols one by one, functions, words, phrases
 
+# What has no meaning; and symbols: the spelling used here, a colon, others for the same. Two blanks
+# or more end an entry.
 LAYOUT = r"""$ ~ \( \) \[ \] \left \right \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \quad \qquad
     \displaystyle \, \; \: \! \limits \therefore \boxed \mathrm \mathbf \mathbb \text \textbf"""
 SYMBOLS = r"""
     -: − – —        *: \cdot \times \ast · × ⋅        ÷: \div        ^: **        ^ 2: ²     ^ 3: ³
     ±: \pm          ∓: \mp              =: \approx ≈ \simeq        ≠: \ne \neq !=        ∈: \in
     <: \lt          >: \gt              ≤: <= \le \leq \leqslant   ≥: >= \ge \geq \geqslant
-    (: \langle      ): \rangle          ,: ; & and or \cup ∪ \lor \land
+    (: \langle      ): \rangle          ,: ; & and or \cup ∪ \lor
     %: \% percent percentage pct        °: degree degrees        "dollar": \$     "euro": €
     \frac: \dfrac \tfrac \cfrac         \binom: \dbinom \tbinom  \sqrt: √ sqrt    \abs: abs
     \floor {: \lfloor                   \ceil {: \lceil          }: \rfloor \rceil
     \pi: π pi       \infty: ∞ infinity  \emptyset: ∅ \varnothing   ': ′ \prime    log: lg \lg
     \alpha: α       \beta: β            \gamma: γ                \delta: δ        \theta: θ
     \lambda: λ      \mu: μ              \sigma: σ                \phi: φ          \omega: ω
-"""  # the spelling used here: others for the same
+"""
 SPELLING = {
     other: symbol
     for symbol, others in (entry.split(": ") for entry in re.split(r"\s{2,}", SYMBOLS.strip()))
@@ -1146,13 +1148,11 @@ SPELLING = {
 } | dict.fromkeys(LAYOUT.split(), "")
 
 FUNCTIONS = {name: getattr(cmath, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
+FUNCTIONS |= {"arc" + name: getattr(cmath, "a" + name) for name in FUNCTIONS}  # asin, acos, ...
 FUNCTIONS |= {
     "sec": lambda z: 1 / cmath.cos(z),
     "csc": lambda z: 1 / cmath.sin(z),
     "cot": lambda z: 1 / cmath.tan(z),
-    "arcsin": cmath.asin,
-    "arccos": cmath.acos,
-    "arctan": cmath.atan,
     "arcsec": lambda z: cmath.acos(1 / z),
     "arccsc": lambda z: cmath.asin(1 / z),
     "arccot": lambda z: cmath.atan(1 / z),
@@ -1162,15 +1162,16 @@ FUNCTIONS |= {
 }
 COMMANDS = {  # how many arguments, and the operation
     r"\frac": (2, operator.truediv),
-    r"\mixed": (3, lambda whole, a, b: whole + a / b if 0 < (a / b).real < 1 else math.nan),
+    r"\mixed": (3, lambda whole, a, b: mixed_number(whole, a, b)),
     r"\sqrt": (1, lambda z: raise_to(z, Fraction(1, 2))),
     r"\root": (2, lambda degree, z: raise_to(z, 1 / degree)),
     r"\binom": (2, lambda n, k: factorial(n) / (factorial(k) * factorial(n - k))),
     r"\abs": (1, abs),
-    r"\floor": (1, lambda z: raise_to(z, Fraction(3, 7))),  # not evaluated: any function does
-    r"\ceil": (1, lambda z: raise_to(z, Fraction(4, 7))),  # that nobody would write
+    r"\floor": (1, lambda z: cmath.atan(inexact(z) + 0.3)),  # not evaluated: each is the same as
+    r"\ceil": (1, lambda z: cmath.atan(inexact(z) + 0.7)),  # itself, which a strange function is
 }
-UNITS = "cm mm km kg mg ml ft in yd mi lb lbs oz hr hrs sec mph m g s h L N J of it is no".split()
+UNITS = """cm mm km nm kg mg ml ft in yd mi lb lbs oz hr hrs sec ms mph m g s h L N J V W A K C Pa
+    Hz kW kJ eV am pm of a an it is no""".split()  # and short words beside them: 3/4 of a cup
 CHANGES_VALUE = re.compile(  # five hundred, two thirds, 5 squared, not 7
     r"(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty"
     r"|fifty|sixty|seventy|eighty|ninety|hundred|thousand|\w+illion|lakh|crore|dozen|score|half"
@@ -1181,13 +1182,16 @@ CHANGES_VALUE = re.compile(  # five hundred, two thirds, 5 squared, not 7
 
 
 def quote_words(phrase):
-    """Words, perhaps units, in quotes; products, functions and what changes a value stay bare."""
+    """Puts words, perhaps units, in quotes, but not functions and what changes a value.
 
-    def quote(run):
-        word = run[0] if run[0] in UNITS else run[0].lower()
-        known = word in SPELLING or word in FUNCTIONS or CHANGES_VALUE.fullmatch(word)
+    Letters without a vowel are a product, such as xyz.
+    """
+
+    def quote(letters):
+        word = letters[0] if letters[0] in UNITS else letters[0].lower()
+        known = word in SPELLING or word.lstrip("\\") in FUNCTIONS or CHANGES_VALUE.fullmatch(word)
         is_word = len(word) > 2 and re.search("[aeiou]", word) and not known
-        return f'"{word}"' if is_word or word in UNITS else run[0]
+        return f'"{word}"' if is_word or word in UNITS else letters[0]
 
     return " " + re.sub(r"\\?[A-Za-z]+", quote, phrase[1]) + " "
 
@@ -1195,7 +1199,10 @@ def quote_words(phrase):
 TEXT_COMMAND = r"\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|[mh]box|operatorname|boldsymbol)\*?\s*"
 MATRIX = r"\s*\{(?:[pbB]|small)?(?:matrix|array)\}"
 FRACTION = r"\\(?:[dtc]?frac|[dt]?binom)"
-PHRASES = [  # from one spelling to another, in this order
+PHRASES = [  # from one spelling to another, in this order; \mixed, \root, @, ⟦ ⟧ are our own
+    (r"\s+", " "),
+    (r"\\(?:mixed|root)\b|@|⟦|⟧", " ? "),  # and unreadable in an answer
+    (r"\\(?:text)?color\s*\{\w+\}|\\underline\b", ""),
     # Backslashes that were doubled on the way here, dollar signs, a backslash and a blank.
     (r"(?<!\\)\\\\(?=(?:d?frac|left|right|sqrt|text|pi|begin|end|cdot|times|infty)\b)", r"\\"),
     (r"(?<!\\)\$|(?<!\\)\\(?=\s|$)", " "),
@@ -1203,7 +1210,7 @@ PHRASES = [  # from one spelling to another, in this order
     (rf"\\begin{MATRIX}(\s*\{{[lcr|\s]*\}})?", "⟦⟦"),
     (rf"(?:\\\\\s*)?\\end{MATRIX}", "⟧⟧"),
     (r"\\\\(?:\s*\[[\d.]+\s*[a-z]{2}\])?", "⟧,⟦"),
-    # Words go in quotes: those in \text{}, after a number, alone, and any of four letters.
+    # Words go in quotes: in \text{}, behind a number, units close to it, alone, of four letters.
     (r'"', "″"),
     (TEXT_COMMAND + r"\{([^{}]*)\}", quote_words),
     (r"(?<=[\d})])(\s+[A-Za-z]{3,}(?:[\s/]+[A-Za-z]+)*)", quote_words),
@@ -1216,10 +1223,10 @@ PHRASES = [  # from one spelling to another, in this order
     (r"(?<=\d)(?:\s*\{\s*,\s*\}|,?\\!|\\,|,\\ )\s*(?=\d{3})", ""),
     (r"(?<![\d.^_])(\d+)\s*\\[dtc]?frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})", r"\\mixed{\1}{\2}{\3}"),
     (r"(?<![\d.^_])(\d+)\s+(\d+)/(\d+)", r"\\mixed{\1}{\2}{\3}"),
-    (r"(?<=[\d})])\s*(?:\\approx|≈)[\s-]*[\d.]+", ""),
+    (r"(?:(?<=[\d})])|(?<=\\pi)) ?(?:\\approx|≈)[ -]*[\d.]+(?![\d^!*/])", ""),
     (r"\^\s*\{?\s*\\circ\s*\}?", "°"),
     # Arguments and brackets: \{x : x > 0\}, \{\}, |x|, √16, \sqrt[3]{x}, \frac12.
-    (r"\\\{\s*\w\s*(?:(?:\\in\b|∈)\s*[^\s:|]{1,20}\s*)?(?::|\||\\mid\b)", r"\\{"),
+    (r"\\\{\s*[A-Za-z]\s*(?:(?:\\in\b|∈)\s*[^\s:|]{1,20}\s*)?(?::|\||\\mid\b)", r"\\{"),
     (r"\\\{\s*\\\}", r"\\emptyset "),
     (r"(?:\||\\[lr]?vert\b)([^|]+?)(?:\||\\[lr]?vert\b)", r"\\abs{\1}"),
     (r"√\s*(\d+)", r"\\sqrt{\1}"),
@@ -1241,7 +1248,7 @@ TOKEN = re.compile(
     | <= | >= | (?<=\s)!= | \*\* | \S""",
     re.VERBOSE | re.DOTALL,
 )
-END_OF_TEXT = "end of text"
+END_OF_TEXT = "end of text"  # no letters only: it must not look like a factor
 
 
 def tokenize_math(text):
@@ -1252,7 +1259,7 @@ def tokenize_math(text):
     for token in TOKEN.findall(text):
         symbol = SPELLING.get(token, token)
         depth += (symbol in ("(", "[", r"\{")) - (symbol in (")", "]", r"\}"))
-        if token[0].isdigit():  # in brackets 1,234 are two numbers
+        if token[0].isdecimal():  # in brackets 1,234 are two numbers
             tokens += token.replace(" ", "").replace(",", " , " if depth > 0 else "").split()
         elif symbol.removeprefix("\\") in FUNCTIONS:
             tokens.append(symbol.removeprefix("\\"))
@@ -1276,6 +1283,14 @@ class MathValue:
     sides: tuple = ()  # of an equation or an inequality: its sign, left and right
 
 
+def is_exact(value):
+    return len(value.points) == 1 and isinstance(value.points[0], Fraction)
+
+
+def is_whole(value):
+    return is_exact(value) and value.points[0].denominator == 1
+
+
 def require(condition, reason):
     """Whatever does not hold makes a text unreadable."""
     if not condition:
@@ -1295,6 +1310,8 @@ def inexact(number, noise=0):
 def combine(operation, *operands, computed=False, noisy=False):
     """The value of an operation. All numbers are made here, and none of them can grow."""
     require(all(x.kind == "number" and not x.unit for x in operands), "a number is needed")
+    if operation is operator.truediv and not is_whole(operands[1]):
+        computed = True  # 3/(1/4) is the product of 3 and 4
     points = []
     for place in range(max(len(x.points) for x in operands)):
         numbers = [x.points[place % len(x.points)] for x in operands]
@@ -1326,8 +1343,13 @@ def raise_to(base, exponent):
     return result
 
 
+def mixed_number(whole, numerator, denominator):
+    require(0 < numerator < denominator, "a mixed number has a proper fraction")
+    return whole + numerator / denominator
+
+
 def factorial(z):
-    """Exact for whole numbers, else by Stirling's series some steps to the right."""
+    """Exact for whole numbers, else by Stirling's series, from where it has 12 digits."""
     if isinstance(z, Fraction) and z.denominator == 1 and 0 <= z <= 500:
         return Fraction(math.factorial(int(z)))
     z, product = inexact(z) + 1, 1
@@ -1339,11 +1361,14 @@ def factorial(z):
 
 
 CONSTANTS = {"e": complex(math.e), "i": 1j, r"\pi": complex(math.pi)}
+GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau
+    upsilon phi chi psi omega varepsilon vartheta varphi varrho varsigma varpi"""
+LETTERS = {"\\" + name for name in f"{GREEK} {GREEK.title()} ell hbar infty emptyset".split()}
 
 
 @functools.lru_cache(1000)
 def letter_value(name):
-    """Four numbers, the same ones wherever the name stands; one number for e, i and pi."""
+    """Four numbers, wherever the name stands the same, as it is the seed; one for e, i and pi."""
     if name in CONSTANTS:
         return MathValue((CONSTANTS[name],))
     a, b, c, d = (Fraction(x, 997) for x in random.Random(name).sample(range(1000, 4000), 4))
@@ -1352,11 +1377,14 @@ def letter_value(name):
 
 DEGREE = MathValue((complex(math.pi / 180),))
 HUNDRED = MathValue((Fraction(100),))
+INFINITY = letter_value(r"\infty")
+MINUS_INFINITY = combine(operator.neg, INFINITY)
 
 # -- The parser
 
 RELATIONS = ("=", "≠", "<", "≤", ">", "≥", "∈")
 BRACKETS = {"(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), "⟦": ("⟧",)}
+CLOSING = (")", "]", "}", r"\}", "⟧")
 ARGUMENT_ENDS = (*FUNCTIONS, *COMMANDS, *BRACKETS)  # \sin 2x \cos x: up to \cos
 INFIX = {r"\over": r"\frac", r"\choose": r"\binom"}
 INTERVALS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
@@ -1365,7 +1393,8 @@ NAME = re.compile(  # what an equation may be solved for
     rf"""[A-Za-z]{INDEX}'*(?:\^\{{-1\}})?(?:\([\w,]+\))?      # x, a_{{10}}, f(x), f^{{-1}}(x)
     | \\[a-z]+{INDEX} | \([a-z]{INDEX}(?:,[a-z]{INDEX})*\)    # \theta, (x,y)
     | (?=.*[A-Z])(?:\\frac|\\abs|[A-Z{{}}/:_\d])+             # AB, |AB|, AB/CD
-    | ".* | \\frac\{{d\w*\}}\{{d\w\}} | \\(?:lim|angle|max|min|sum|prod|int).* """,
+    | (?:sin|cos|tan)\\?[A-Za-z]+ | \\angle\ ?\w+          # \sin \theta, \angle ABC
+    | ".* | \\frac\{{d\w*\}}\{{d\w\}} | \\(?:lim|max|min|sum|prod|int).* """,
     re.VERBOSE,
 )
 
@@ -1382,18 +1411,19 @@ class MathParser:
     def peek(self, offset=0):
         return self.tokens[self.position + offset]
 
-    def take(self, *wanted):
-        """The next token if it is one of these, else nothing."""
-        if self.peek() not in wanted:
-            return ""
+    def advance(self):
         self.position += 1
-        return self.peek(-1)
+        return self.tokens[self.position - 1]
+
+    def take(self, *wanted):
+        """The next token if it is one of these, else an empty text."""
+        return self.advance() if self.peek() in wanted else ""
 
     def entries(self, *closing):
         """Items between commas, up to the closing bracket."""
         items = [self.relation()]
         while not self.take(*closing):
-            require(self.take(","), "more than an item")
+            require(self.take(","), "a comma or a bracket is missing")
             self.take(",")  # 1, 2, and 3
             items.append(self.relation())
         return tuple(items)
@@ -1402,27 +1432,30 @@ class MathParser:
         """Terms with =, <, ... between them, or one term."""
         self.take("=")  # or ≈
         terms, names, signs = [], [], []
-        while len(signs) == len(terms):
+        while True:
             start = self.position
             terms.append(self.term())
             names.append("".join(self.tokens[start : self.position]))
-            if self.peek() in RELATIONS:
-                signs.append(self.take(*RELATIONS))
-        return relate(terms, names, signs) if signs else terms[0]
+            sign = self.take(*RELATIONS)
+            if not sign:
+                return relate(terms, names, signs) if signs else terms[0]
+            signs.append(sign)
 
     def term(self):
         """A sum or a ratio, with its unit: 12 cm, \\$5, 60°, 5 miles per hour."""
         unit = self.take('"dollar"', '"euro"')
-        value = self.sum()
-        if self.take(":"):
-            value = combine(operator.truediv, value, self.sum(), computed=True)
+        left = value = self.sum()
+        ratio = self.take(":")
+        value = self.sum() if ratio else left
         sign = self.take("%", "°")
         while not sign and (self.peek()[0] == '"' or unit and self.peek() == "/"):
-            unit += self.take(self.peek())
+            unit += self.advance()
         unit = sign or re.sub(r'(?<=\w\w)s(?=")|"', "", unit)
-        return replace(value, unit=unit) if unit and value.kind == "number" else value
+        value = replace(value, unit=unit) if unit and value.kind == "number" else value
+        return MathValue(kind=":", items=(left, value)) if ratio else value
 
     def sum(self):
+        """Products with their signs, which signed() reads; then {a \\over b}."""
         value = self.product()
         while self.peek() in ("+", "-", "±", "∓"):
             value = combine(operator.add, value, self.product(), computed=True, noisy=True)
@@ -1434,11 +1467,12 @@ class MathParser:
         """Factors, with or without a sign between them."""
         value = self.signed()
         while True:
-            numeral = self.peek(-1)[0].isdigit()
+            numeral = self.peek(-1)[0].isdigit() and self.peek(-2) != "^"
             sign = self.take("*", "/", "÷")
             if not sign and not self.at_factor():
                 return value
-            scientific = numeral and self.peek() == "10" and self.peek(1) == "^"
+            ahead = "".join(self.tokens[self.position :][:6])
+            scientific = numeral and re.match(r"10\^(\{[-+]?\d+\}|-?\d+)", ahead)  # 3*10^8
             factor = self.signed() if sign else self.power()
             if sign in ("/", "÷"):
                 value = combine(operator.truediv, value, factor, computed=sign == "÷")
@@ -1477,7 +1511,7 @@ class MathParser:
         """An operand: a number, a letter, something in brackets, a command with its arguments."""
         self.depth += 1
         require(self.depth <= MAX_DEPTH, "too deep")
-        token = self.take(self.peek())
+        token = self.advance()
         if token in COMMANDS:
             count, operation = COMMANDS[token]
             value = combine(operation, *[self.primary() for _ in range(count)])
@@ -1495,18 +1529,32 @@ class MathParser:
     def letter(self, name):
         """A letter, a word, a numeral in a base or an unknown command, with primes and index."""
         require(re.fullmatch(r'".+"|\\?[A-Za-z]+|\S+\{.*\}', name), "an unknown symbol")
+        if name[0] == "\\" and name[1:].isalpha() and name not in LETTERS:
+            return letter_value(name + self.text_to_the_end())
         while name[0] == '"' and self.peek()[0] == '"':
-            name += self.take(self.peek())  # area of the square
+            name += self.advance()  # area of the square
         while self.peek()[0] in "'_":
-            name += self.take(self.peek())
+            name += self.advance()
         return letter_value(name.strip('"'))
+
+    def text_to_the_end(self):
+        r"""What an unknown command acts on, as it stands: p \to q is not q \to p."""
+        start, depth = self.position, 0
+        while self.peek() != END_OF_TEXT:
+            closes = self.peek() in CLOSING
+            if depth == 0 and (closes or self.peek() in (",", *RELATIONS)):
+                break
+            depth += (self.peek() in BRACKETS) - closes
+            self.advance()
+        return " ".join(["", *self.tokens[start : self.position]])
 
     def function(self, name):
         r"""Its base or power, then what stands in brackets, or factors up to the next function."""
-        base = self.take("@") and self.primary()
-        power = self.take("^") and self.exponent()
-        if power and power.points == (-1,) and "arc" + name in FUNCTIONS:
-            name, power = "arc" + name, None  # \tan^{-1}
+        base = self.primary() if self.take("@") else None
+        power = self.exponent() if self.take("^") else None
+        if power and power.points == (-1,):  # \tan^{-1}
+            require("arc" + name in FUNCTIONS, "an inverse that is not known")
+            name, power = "arc" + name, None
         in_brackets = self.peek() in ("(", "[", "{")
         argument = self.primary() if in_brackets else self.signed()
         while not in_brackets and self.at_factor() and self.peek() not in ARGUMENT_ENDS:
@@ -1532,6 +1580,8 @@ class MathParser:
 def relate(terms, names, signs):
     """Terms with relations: what a name is equal to, the interval of a name, or two sides."""
     if signs == ["∈"]:
+        a_number = terms[1].kind == "number" and len(terms[1].points) == 1
+        require(NAME.fullmatch(names[0]) and not a_number, "a name in a set is needed")
         return terms[1]
     if signs[0] in (">", "≥"):
         terms, names = terms[::-1], names[::-1]
@@ -1547,15 +1597,15 @@ def relate(terms, names, signs):
         if NAME.fullmatch(names[-1]):
             return replace(terms[0], name=names[-1], sides=sides)
     elif set(signs) <= {"<", "≤"}:
-        signs, infinity = "".join(signs), letter_value(r"\infty")
-        if len(terms) == 2 and NAME.fullmatch(names[0]):
-            ends = (combine(operator.neg, infinity), terms[1])
-            return MathValue((), INTERVALS["<" + signs], ends, name=names[0], sides=sides)
-        if len(terms) == 2 and NAME.fullmatch(names[1]):
-            ends = (terms[0], infinity)
-            return MathValue((), INTERVALS[signs + "<"], ends, name=names[1], sides=sides)
+        sides = sides if len(terms) == 2 else ()
+        if len(terms) == 2 and NAME.fullmatch(names[0]):  # x < 5 is -oo < x < 5
+            terms, names = [MINUS_INFINITY, *terms], ["", *names]
+            signs = ["<", *signs]
+        elif len(terms) == 2 and NAME.fullmatch(names[1]):  # 5 < x is 5 < x < oo
+            terms, signs = [*terms, INFINITY], [*signs, "<"]
         if len(terms) == 3 and NAME.fullmatch(names[1]):
-            return MathValue((), INTERVALS[signs], (terms[0], terms[2]), name=names[1])
+            ends = (terms[0], terms[2])
+            return MathValue((), INTERVALS["".join(signs)], ends, name=names[1], sides=sides)
     require(len(terms) == 2, "relations that do not go together")
     return MathValue(kind=sides[0], sides=sides)
 
@@ -1563,30 +1613,37 @@ def relate(terms, names, signs):
 # -- The comparison
 
 
-def points_match(a, g, tolerance=0):
-    """The same values at all points: exactly if they are exact, else up to rounding."""
+def points_match(a, g, tolerance=TOLERANCE):
+    """The same values at all points: rational ones exactly, unless a decimal is rounded.
+
+    What has letters is no number: x - x is not 0, since a stray letter must not hide a sum.
+    """
 
     def match(x, y):
-        if not tolerance and isinstance(x, Fraction) and isinstance(y, Fraction):
+        if tolerance < DECIMAL_TOLERANCE and isinstance(x, Fraction) and isinstance(y, Fraction):
             return x == y
         x, y = inexact(x), inexact(y)
-        return abs(x - y) <= (tolerance or TOLERANCE) * max(abs(x), abs(y))
+        return abs(x - y) <= tolerance * max(abs(x), abs(y))
 
     return len(a.points) == len(g.points) and all(map(match, a.points, g.points))
 
 
 def numbers_match(a, g):
-    """Two values with their units: 12 cm is 12, but not 12 m; p% is p, and p/100."""
+    """An answer and a gold with their units: 12 cm is 12, but not 12 m; p% is p, and p/100."""
     if a.unit and g.unit and a.unit != g.unit:
         return False
-    exact, gold_exact = (len(x.points) == 1 and isinstance(x.points[0], Fraction) for x in (a, g))
-    whole = exact and a.points[0].denominator == 1
-    gold_whole = gold_exact and g.points[0].denominator == 1
-    rounded = g.decimal and not gold_whole and not exact  # 3.4641016151377544 for 2\sqrt3
-    if a.computed and gold_exact and not g.computed and not rounded:
-        return False  # boxing the question would pay
-    decimal = a.decimal != g.decimal and not whole and not gold_whole and len(a.points) == 1
-    tolerance = DECIMAL_TOLERANCE if decimal else 0
+    # A root or a multiple of pi for its rounded decimal: 2\sqrt3 for 3.4641016, not 12.5\cos 0 + 2.
+    rounded = g.decimal and not is_whole(g) and not is_exact(a)
+    rounded = rounded and (g.points[0].denominator > 10**12 or not points_match(a, g, 1e-13))
+    if a.computed and is_exact(g) and not g.computed and not rounded:
+        return False  # else boxing the question would pay
+    tolerance = TOLERANCE
+    if a.decimal != g.decimal and len(a.points) == 1 and not is_whole(a) and not is_whole(g):
+        tolerance = DECIMAL_TOLERANCE
+    elif is_whole(g) and not is_exact(a):  # a double does not tell large integers apart
+        size = max(1, abs(g.points[0]))
+        require(size < 2**53, "too large for a double")
+        tolerance = min(TOLERANCE, 0.01 / size)
     if points_match(a, g, tolerance):
         return True
     if a.unit == g.unit or "%" not in (a.unit, g.unit):
@@ -1595,14 +1652,26 @@ def numbers_match(a, g):
     return points_match(percent, combine(operator.mul, other, HUNDRED), tolerance)
 
 
+def quotient(ratio):
+    return combine(operator.truediv, *ratio.items, computed=True)
+
+
+def is_clock(value):
+    """Is it, perhaps, a time of day? 1:10 is not 3:30."""
+    return value.kind == ":" and is_exact(value.items[1]) and value.items[1].points[0] >= 10
+
+
 def items_match(a, g):
     """Two items of any kind; x = 5 is 5, but not y = 5."""
     if a.sides and g.sides and not (a.name and a.name == g.name):
-        return sides_match(a.sides, g.sides)
+        solved = g.sides[0] == "=" and g.name and any(len(x.points) == 1 for x in g.sides[1:])
+        return not solved and sides_match(a.sides, g.sides)  # 2x = 28 for x = 14: the question
     if a.name and g.name and a.name != g.name:
         return False
     if "list" in (a.kind, g.kind):
         return lists_match(*(x.items if x.kind == "list" else (x,) for x in (a, g)))
+    if ":" in (a.kind, g.kind) and not (is_clock(a) and is_clock(g)):  # 3:2 is 6:4 and 3/2
+        a, g = (quotient(x) if x.kind == ":" else x for x in (a, g))
     if a.kind != g.kind:
         return False
     if a.kind == "number":
@@ -1625,7 +1694,7 @@ def sides_match(a, g):
 def lists_match(answers, golds):
     """As many items, and each of one list in the other, in whatever order."""
     rest = list(golds)
-    if len(answers) != len(rest) or len(rest) > 100:
+    if len(answers) != len(rest):
         return False
     for answer in answers:
         match = next((gold for gold in rest if items_match(answer, gold)), None)
@@ -1635,7 +1704,7 @@ def lists_match(answers, golds):
     return True
 
 
-@functools.lru_cache(500)
+@functools.lru_cache(100)
 def read_math(text):
     """The text in one spelling, and the item that it is, or None if it cannot be read."""
     tokens = tokenize_math(strip_marks(text))
@@ -1644,7 +1713,7 @@ def read_math(text):
     try:
         require(len(tokens) <= MAX_ANSWER_TOKENS, "too long")
         readings = [MathParser([*tokens, END_OF_TEXT], sign).entries(END_OF_TEXT) for sign in signs]
-    except (ArithmeticError, ValueError):
+    except (ArithmeticError, TypeError, ValueError):
         return spelling, None
     sets = [r[0].items if len(r) == 1 and r[0].kind == "list" else r for r in readings]
     changed = [minus for plus, minus in zip(sets[0], sets[-1], strict=True) if minus != plus]
@@ -1664,9 +1733,12 @@ def strip_marks(text):
 
 
 EDGE = r"[\s$~(){}\\]*"
-OPTION = re.compile(rf"{EDGE}([A-Z]){EDGE}\.?{EDGE}")  # C, (C), \text{C}
-ANOTHER = r"(?!.*(?!A [a-z])(?<![A-Za-z])[A-Z](?![A-Za-z]))"
-CHOICE = re.compile(rf"{EDGE}([A-Z]){EDGE}[).:]{ANOTHER}.*", re.DOTALL)  # (C) 19
+OPTION = re.compile(rf"{EDGE}([A-Z]){EDGE}(?:\.{EDGE})?")  # C, (C), \text{C}
+LONE_CAPITAL = r"(?![AI] [a-z])(?<![A-Za-z])[A-Z](?![A-Za-z])"  # but neither "A dog" nor "I think"
+CHOICE = re.compile(  # (C) 19, and no other choice
+    rf"{EDGE}([A-Z])[\s$~({{}}\\]*[).:](?!.*{LONE_CAPITAL}).*", re.DOTALL
+)
+NOT_THE_CHOICE = re.compile(rf"{TEXT_COMMAND}|(?i:\b(?:option|choice|answer)\b:?)")
 
 
 def answers_match(answer, gold):
@@ -1677,7 +1749,7 @@ def answers_match(answer, gold):
         return int(answer) == int(gold)
     option = OPTION.fullmatch(re.sub(TEXT_COMMAND, "", gold))
     if option:
-        text = re.sub(TEXT_COMMAND, "", answer)
+        text = NOT_THE_CHOICE.sub("", answer)
         choice = OPTION.fullmatch(text) or CHOICE.fullmatch(text)
         return bool(choice and choice[1] == option[1])
     try:
@@ -1685,7 +1757,7 @@ def answers_match(answer, gold):
         if spelling == gold_spelling or item is None or gold_item is None:
             return spelling == gold_spelling != ""
         return items_match(item, gold_item)
-    except (ArithmeticError, ValueError, RecursionError, MemoryError):
+    except (ArithmeticError, TypeError, ValueError, RecursionError, MemoryError):
         return False
 
 
@@ -1710,8 +1782,8 @@ def find_boxes(text):
 
 
 def find_answer(text):
-    """The answer as it stands in the text, if any, and the contents of all boxes in a row."""
-    text = re.sub(r"\\boxed +(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
+    """The answer as it stands in the text, if any, and what the boxes in a row with it hold."""
+    text = re.sub(r"\\boxed *(\d+)", r"\\boxed{\1}", text.rpartition("</think>")[2])
     row, next_begin = [], 0
     for begin, content, end in find_boxes(text):
         if row and not BETWEEN_BOXES.fullmatch(text, end, next_begin):
@@ -1722,12 +1794,13 @@ def find_answer(text):
     if answer is None and "</answer>" in text:
         answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
     for marker in MARKERS:
-        *before, rest = re.split(marker, text) if answer is None else [text]
-        if before:
+        found = list(re.finditer(marker, text)) if answer is None else []
+        if found:
+            rest = text[found[-1].end() :]
             rest = rest.lstrip(" \t\r\n:*`$").removeprefix(r"\[").removeprefix(r"\(").lstrip()
             sentence = re.split(r"[.?](?:\s|$)|\n", rest, maxsplit=1)[0]
             answer = re.sub(r"^The [^=]{1,200}? is ", "", sentence)  # The largest n is 34
-    return strip_marks(answer or ""), ", ".join(row)
+    return strip_marks(answer or ""), [strip_marks(content) for content in row]
 
 
 def extract_answer(text):
@@ -1736,9 +1809,13 @@ def extract_answer(text):
 
 
 def is_correct(completion, gold):
-    """The reward: is the completion's answer right?"""
+    """The reward: is the completion's answer right? Several boxes are one list, for a gold list."""
     answer, row = find_answer(completion)
-    return answers_match(answer, gold) or answers_match(row, gold)
+    if answers_match(answer, gold):
+        return True
+    several = len(row) > 1 and all(row) and len(gold) <= MAX_ANSWER_LENGTH
+    item = read_math(gold)[1] if several else None
+    return item is not None and item.kind == "list" and answers_match(", ".join(row), gold)
 
 
 def main(argv=None):

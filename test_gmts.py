@@ -692,6 +692,7 @@ WRONG_KINDS = [
     ("", ""),
 ]
 COMPLETIONS = [  # gold, completion, right
+    ("A", r"\boxed{(A)}, \boxed{7}", False), ("7", r"\boxed{7}, \boxed{}", False), ("7", r"\boxed{7}; \boxed{.}", False),
     ("8", r"\boxed{\boxed{8}}", True), ("8", r"so \boxed{x=\boxed{8}}", True), ("9", r"\boxed{8}, \boxed{9}", True),
     ("8", r"\boxed{8}, \boxed{9}", False), ("8,9", r"\boxed{8}, \boxed{9}", True), ("8,9", r"\boxed{9} and \boxed{8}", True),
     ("8,9", r"$\boxed{9}$ and $\boxed{8}$.", True), ("8,9", r"\(\boxed{9}\) or \(\boxed{8}\)", True), ("8,9", r"\boxed{9} hence \boxed{8}", False),
@@ -736,10 +737,31 @@ LATEX = [*r"{}[]()$^_,.=+-*/!<>|&~%'# 0123456789xyziePMπ−–😀²½٣", "\x0
          "__import__('os')", "open('f','w')", "().__class__", "9**9**9", "}{", "frac(", "sin**", "'1'", "1_", "x_{", "A", "_AA", "_a"]
 LATEX += [r"\mixed", r"\root", r"\floor{", "⟦", "⟧", r"\mathrm{", r"\{", r"\}", "≤", r"\approx ", "x^", "2^", "x<", ">=", "≠", ":", "°", r"\$", r"\over ", "!", "12", "3.5",
           "_{", "'", "\ud800", r"\tan ", r"\cot ", "cm ", "i", "|", "(B) ", "\\", r"\\\\", "&", "\u202e"]
+# What was found by attacking it: (gold, answer)
+PAID_BEFORE = [
+    ("12", r"3\times 10^{\log 4}"), ("14", r"\log(10^12\times 10^2)"), ("83810205", r"\frac{12345}{1/6789}"), ("83810205", "12345/(1/6789)"),
+    ("83810205", "12345/6789^{-1}"), ("12", r"\frac{3}{1/4}"), ("12", r"\frac{1}{1/3/4}"), ("12", r"\frac{\frac31}{\frac14}"),
+    ("(12,2)", "(3/(1/4), 2)"), ("14", r"\log\frac{10^{12}}{10^{-2}}"), ("13.5", r"\mixed{\mixed{12}{3}{4}}{3}{4}"), ("14.5", r"12.5\sqrt{1} + 2"),
+    ("14.5", r"12.5\cos 0+2"), (r"\$4.50", r"\$3\cdot 1.50\sqrt{1}"), ("12.25", r"7.25\sqrt1+5"), ("12345678901", r"\sqrt{12345678900^2}"),
+    ("12345678901", r"\frac{12345678900}{\cos 0}"), ("12345678901234567890", r"\frac{12345678901234567000}{\cos 0}"), ("x=14", "3x+2=44"),
+    ("x=14", "x+3=17"), ("x=14", r"2x = 3\cdot 4\cdot 2+4"), ("x=14, y=2", "x+3=17, y-1=1"), (r"p \to q", r"q \to p"), (r"f \circ g", r"g \circ f"),
+    (r"A \setminus B", r"B \setminus A"), (r"A \subset B", r"B \subset A"), (r"a \bmod b", r"b \bmod a"), (r"\angle ABC", r"\angle BAC"),
+    (r"\frac{\partial f}{\partial x}", r"\frac{f}{x}"), (r"a\vec b", r"b\vec a"), (r"\int x^3dx \int dx", r"\int x^2dx \int x dx"),
+    (r"p \land q", r"q \lor p"), (r"(-\infty,1)\cup(3,\infty)", r"x<1 \land x>3"), ("3:30", "1:10"), (r"2:30 \text{ PM}", r"\text{1:15 PM}"),
+    ("7", r"99 \in 7"), ("7", r"x \in 7"), ("14", r"\{7:14\}"), ("14", r"\{7|14\}"), ("8", r"\lfloor 128 \rfloor"), ("49", r"7 \approx 8^2"),
+    ("7", r"\angle A + 3 = 7"), ("14", "28:2"),
+]
+REFUSED_BEFORE = [
+    ("60", r"\angle ABC = 60"), ("1", r"\lim_{x\to 0}\frac{\sin x}{x} = 1"), ("5050", r"\sum_{k=1}^{100} k = 5050"), ("x^2", "x²"),
+    ("5", r"5 \text{ V}"), ("3/4", r"\frac34 \text{ of a cup}"), ("B", "Option B"), ("B", r"\text{Option B}"), ("C", "Choice C"),
+    ("C", r"\text{Answer: C}"), (r"5\pi", r"5\pi \approx 15.7"), (r"\frac35", r"\sin\theta = \frac35"), ("0.5", r"\cos A = 0.5"),
+    ("14", r"\textcolor{blue}{14}"), ("14", r"\underline{14}"), ("2x-y+1=0", "y=2x+1"), ("14", r"\sqrt{196}"), ("6.283185307179586", r"2\pi"),
+    ("6.28319", r"2\pi"), ("10^{40}", "10^{40}"), ("3:2", "6:4"),
+]
 # fmt: on
 
-TABLE = [(gold, answer, True) for gold, answer in RIGHT + RIGHT_KINDS]
-TABLE += [(gold, answer, False) for gold, answer in WRONG + WRONG_KINDS]
+TABLE = [(gold, answer, True) for gold, answer in RIGHT + RIGHT_KINDS + REFUSED_BEFORE]
+TABLE += [(gold, answer, False) for gold, answer in WRONG + WRONG_KINDS + PAID_BEFORE]
 
 
 def boxed(answer):
@@ -2965,7 +2987,7 @@ def bench_step(side, name, folder, **changes):
         del model
         times = bench_trl(folder, tokenizer, prompts, length)
     else:
-        settings = dict(prompts=8, samples=8, max_tokens=length, micro_tokens=2048) | changes
+        settings = dict(prompts=8, samples=8, max_tokens=length, micro_tokens=4096) | changes
         times = bench_gmts(model, tokenizer, prompts, length, settings, side == "half")
     start, sampled, end = times[-1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
