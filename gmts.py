@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""GMTS: reinforcement learning on the fifth of the sampled tokens that would move the model most.
+"""GMTS: reinforcement learning on only the 20% of the sampled tokens with the largest gradients.
 
 A language model answers each question several times, a verifier calls each answer right or wrong,
 and the policy gradient makes the tokens of better answers likelier. Most tokens hardly matter:
@@ -8,16 +8,16 @@ their gradient is near zero. Gradient Magnitude-based Token Selection (GMTS, arX
 estimates the size of every token's gradient without a backward pass,
 
     delta_t = | H_t * omega_t |     H_t      entropy of the policy at token t
-                                    omega_t  factor of grad log pi(y_t) in the objective
+                                    omega_t  coefficient of grad log pi(y_t) in the policy gradient
 
 and trains on the 20% of the tokens with the largest delta. Entropy can stand in for the norm of
-grad log pi: at the logits its mean square is 1 - sum pi^2, which is at most 1 - exp(-H). Where this
-file departs from the paper:
+grad log pi(y_t): at the logits the mean of its square is 1 - sum pi^2, at most 1 - exp(-H). What to
+know beside the paper:
 1. Groups whose answers are all equally good, which carry no signal, leave the batch before the
    ranking, for every selector: 20% means 20% of the tokens that can teach something.
-2. Ranking and denominator are of the whole batch, as in the paper's text. (The authors' code ranks
-   inside each question and divides by all tokens.) A token with a score of 0 is never kept.
-3. `--select exact` ranks by the true norm of the gradient at the logits instead of H.
+2. Ranking and denominator are of the whole batch, as the paper's text has it; the authors' code
+   ranks inside each question and divides by all tokens. A token with a score of 0 is never kept.
+3. `--select exact`, an addition, ranks by the true norm of the gradient at the logits instead of H.
 4. One recipe for every model but the demo: learning rate 1e-6, and no KL term without --beta.
 
 Sections: 1 the formulas, 2 sampling, 3 the update, 4 the training loop; that is the method. Then
@@ -62,7 +62,7 @@ def group_advantages(rewards):
 
         A = (r - mean) / (std + 1e-6)     population std of the group     GRPO, arXiv 2402.03300
 
-    Exactly 0 where a group's rewards are all equal: a rounded mean must not make a signal.
+    Exactly 0 where a group's rewards are all equal, however their mean is rounded.
     """
     rewards = rewards.float()  # (P, G)
     mean = rewards.mean(dim=1, keepdim=True)  # (P, 1)
@@ -97,7 +97,7 @@ def token_stats(logits, tokens, temperature=1.0):
 def policy_weight(
     logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.28, ref_logprobs=None, beta=0.0
 ):
-    """The factor of grad log pi(y_t) in the objective: tensors of one shape -> omega, that shape.
+    """The coefficient of grad log pi(y_t) in the policy gradient: tensors of one shape -> omega.
 
         omega = r * A * 1[not clipped] + beta * (pi_ref / pi - 1)     r = pi / pi_old
 
@@ -157,7 +157,7 @@ def policy_loss(
 
        - sum [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - beta (e^d - d - 1) ] / denominator
 
-    denominator: the kept tokens of the whole batch. d = log pi_ref - log pi; its term estimates
+    denominator: all tokens kept for this update. d = log pi_ref - log pi; its term estimates
     KL(pi || pi_ref) at the kept tokens (k3, joschu.net/blog/kl-approx.html). The gradient is
     - sum omega grad log pi / denominator.
     """
@@ -205,12 +205,12 @@ def forward(model, ids, attention, cache=None):
 def prompt_cache(model, prompt_ids, prompt_mask, prompt_index):
     """Key/value cache of all but the last token of prompts (P, L), a row for each answer (N,).
 
-    A prompt is computed once for all its answers; in training their gradients meet in it. Its last
-    token is left to the answers' pass, so that this one pass yields every logit that they need.
+    A prompt is computed once for all its answers; in training it collects all their gradients. Its
+    last token is left to the answers' pass, which then yields every logit that they need.
     """
     cache = DynamicCache(config=model.config)
     if prompt_ids.shape[1] > 1:
-        # Only the cache is wanted, so the output layer is given no hidden states (n, S, D) at all.
+        # Only the cache is wanted: the hook runs the output layer on no positions at all.
         output_layer = model.get_output_embeddings()
         with output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],)):
             forward(model, prompt_ids[:, :-1], prompt_mask[:, :-1], cache)
@@ -285,16 +285,16 @@ def rollout(run, problems, samples, temperature):
     padded = torch.tensor(padded, device=device)  # (P, L)
     prompt_ids, prompt_mask = padded.clamp_min(0), (padded >= 0).long()  # (P, L) each
 
-    # Sample. A prompt more than twice as long does not pad the others: it starts another part.
+    # Sample. A row more than twice as wide does not pad the others: it starts another part.
     sampled, start = [], 0
     while start < len(problems):
-        stop = sum(width <= 2 * widths[start] for width in widths)
-        L = widths[stop - 1] - config.max_tokens
-        part = prompt_ids[start:stop, -L:], prompt_mask[start:stop, -L:], samples  # (p, L) each
+        end = sum(width <= 2 * widths[start] for width in widths)
+        L = widths[end - 1] - config.max_tokens
+        part = prompt_ids[start:end, -L:], prompt_mask[start:end, -L:]  # (end - start, L) each
         limits = config.max_tokens, run.stop_ids, temperature
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            sampled.append(sample(run.model, *part, *limits))
-        start = stop
+            sampled.append(sample(run.model, *part, samples, *limits))
+        start = end
     tokens, mask, *stats = (torch.cat(parts) for parts in zip(*sampled, strict=True))  # (N, T)
 
     # Reward.
@@ -316,7 +316,7 @@ def rollout(run, problems, samples, temperature):
 # learn() scores and selects by the formulas, and has policy_gradient() compute the gradient. That
 # goes through the answers in micro_batches(), each a forward pass of kept_logits().
 
-LOGITS_PER_TOKEN = 2**15  # may be in memory for each of --micro-tokens: 1 GB in float32 at 8,192
+LOGITS_PER_TOKEN = 2**15  # a pass makes at most --micro-tokens times this: 1 GB in float32
 
 
 def micro_batches(model, batch, keep, config):
@@ -328,11 +328,11 @@ def micro_batches(model, batch, keep, config):
     """
     counts = keep.sum(dim=1)  # (N,) kept tokens
     ends = torch.arange(1, keep.shape[1] + 1, device=keep.device)  # (T,)
-    lengths = (keep * ends).amax(dim=1)  # (N,) up to the last kept token: there a pass can end
+    lengths = (keep * ends).amax(dim=1)  # (N,) up to the last kept token: a pass can stop there
     P, L = batch.prompt_ids.shape
     index = batch.prompt_index  # (N,)
     longest = torch.zeros_like(index).scatter_reduce(0, index, lengths, "amax")[index]  # (N,)
-    # The groups with the longest answers first: little padding, and rows[0] bounds what follows.
+    # The groups with the longest answers first: little padding, and none is longer than the first.
     order = (longest * P + index).argsort(descending=True, stable=True)  # (N,)
     rows = order[counts[order] > 0]  # (n,)
     answer_logits = int(counts.max()) * model.get_output_embeddings().weight.shape[0]
@@ -361,12 +361,12 @@ def kept_logits(model, batch, rows, keep, config):
     ids = torch.cat([prompt_ids[index], answers], dim=1)  # (n, L+T-1)
     attention = torch.cat([prompt_mask[index], torch.ones_like(answers)], dim=1)  # (n, L+T-1)
 
-    # A hook in front of the output layer passes on the hidden states of kept tokens alone. So there
-    # never are logits (n, T, V), and the model's own forward does all the rest, whatever its kind.
+    # A hook in front of the output layer passes on the hidden states of kept tokens alone: logits
+    # (n, T, V) never exist, and the model's own forward does all the rest, whatever its kind.
     def choose(_, inputs):
         return (inputs[0][:, -T:][answer, column],)  # (n, S, D) -> (K, D)
 
-    # Attention layers, also of a sliding window, can share a prompt's cache in a backward pass.
+    # Only attention layers can share a prompt's cache in a backward pass, recurrent ones cannot.
     layers = DynamicCache(config=model.config).layers
     shared = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
@@ -389,19 +389,15 @@ def score_tokens(model, batch, mask, config):
 
 
 def policy_gradient(model, batch, keep, denominator, config, ref_logprobs):
-    """Adds the gradient of policy_loss over keep (N, T) to the parameters -> the loss, scalar."""
-    total = 0.0
+    """Adds the gradient of policy_loss over keep (N, T) to that of the parameters."""
     for rows in micro_batches(model, batch, keep, config):
         row, column, logits = kept_logits(model, batch, rows, keep, config)
         logits = logits.float() / config.temperature  # (K, V)
         logprobs = -F.cross_entropy(logits, batch.tokens[row, column], reduction="none")  # (K,)
         old, ref = batch.logprobs[row, column], ref_logprobs[row, column]  # (K,), (K,)
         advantages = batch.advantages[row, 0]  # (K,)
-        terms = config.clip_low, config.clip_high, ref, config.beta
-        loss = policy_loss(logprobs, old, advantages, denominator, *terms)
-        loss.backward()
-        total += loss.detach()
-    return total
+        clip = config.clip_low, config.clip_high
+        policy_loss(logprobs, old, advantages, denominator, *clip, ref, config.beta).backward()
 
 
 def learn(run, batch):
@@ -415,18 +411,21 @@ def learn(run, batch):
 
     # Groups whose answers are all equally good leave the batch: they teach nothing.
     informative = batch.prompt_index[batch.advantages[:, 0] != 0].unique()  # (groups,)
-    for update, groups in enumerate(informative.tensor_split(config.updates)):
+    for update in range(config.updates):
+        groups = informative[update :: config.updates]  # long prompts stand last: to each its share
         candidates = batch.mask & torch.isin(batch.prompt_index, groups)[:, None]  # (N, T)
 
-        # Score. Until the first optimizer step the model is still the one that sampled.
+        # Score (N, T). Until the first optimizer step the model is still the one that sampled.
         logprobs, entropy, logit_grad_norm = batch.logprobs, batch.entropy, batch.logit_grad_norm
         if update > 0:
             logprobs, entropy, logit_grad_norm = score_tokens(model, batch, candidates, config)
-        ref_logprobs = batch.logprobs  # (N, T) of no effect with a beta of 0
+        ref_logprobs = batch.logprobs  # (N, T) a placeholder: a beta of 0 does not look at it
         if config.beta > 0:
             ref_logprobs, *_ = score_tokens(run.reference, batch, candidates, config)
-        terms = config.clip_low, config.clip_high, ref_logprobs, config.beta
-        omega = policy_weight(logprobs, batch.logprobs, advantages, *terms)  # (N, T)
+        clip = config.clip_low, config.clip_high
+        omega = policy_weight(
+            logprobs, batch.logprobs, advantages, *clip, ref_logprobs, config.beta
+        )
         scores = token_scores(config.select, entropy, logit_grad_norm, omega)  # (N, T)
 
         # Select, among the tokens of all these groups at once.
@@ -472,7 +471,7 @@ def evaluate(run):
 
 
 def train_step(run):
-    """A rollout and its updates -> a row of the log. What is random follows from (seed, step)."""
+    """A rollout and its updates -> a row of the log. All randomness follows from (seed, step)."""
     config = run.config
     start = time.perf_counter()
     set_seed(int(np.random.SeedSequence([config.seed, run.step]).generate_state(1)[0]))
@@ -481,7 +480,8 @@ def train_step(run):
     problems = []
     for i in range(run.step * config.prompts, (run.step + 1) * config.prompts):
         epoch, place = divmod(i, len(run.problems))
-        order = np.random.default_rng([config.seed, epoch]).permutation(len(run.problems))
+        if place == 0 or not problems:
+            order = np.random.default_rng([config.seed, epoch]).permutation(len(run.problems))
         problems.append(run.problems[order[place]])
 
     # A linear warm-up, times a linear decay from 1 at the first step towards --lr-end.
@@ -513,7 +513,7 @@ def train(config):
     """Trains as the configuration says -> the rows of the log."""
     run = prepare(config)
     while True:
-        # First finish the newest row of the log: at step 0 there is one too, and after a resume.
+        # Evaluate, print and save the newest row: of step 0, of a checkpoint, or just trained.
         row, last = run.rows[-1], run.step == config.steps
         due = last or run.step % (config.eval_every or config.steps) == 0
         if due and "accuracy" not in row:
@@ -521,7 +521,7 @@ def train(config):
         log_row(run)
         if last or run.step > 0 and run.step % config.save_every == 0:
             save_checkpoint(run)
-        norms = [past["grad_norm"] for past in run.rows if past.get("kept")][-10:]
+        norms = [past["grad_norm"] for past in run.rows if past.get("kept")][-10:]  # of updates
         if len(norms) == 10 and not any(map(math.isfinite, norms)):
             raise BadInput("the gradient was not finite in ten steps: lower --lr")
         if last:
@@ -540,7 +540,7 @@ BOXED = "{question}\nPlease reason step by step, and put your final answer in \\
 
 @dataclass
 class Config:
-    """Each setting is a flag: max_tokens is --max-tokens. Its help stands behind the #."""
+    """Each setting is a flag: max_tokens is --max-tokens. Its help is the comment behind it."""
 
     model: str = "demo"  # hub name, local folder, or demo: a small adder made on the spot
     data: str = "gsm8k"  # gsm8k, math, demo, or a .jsonl or .json file
@@ -582,10 +582,10 @@ DEMO = """--data demo --prompt {question} --samples 8 --max-tokens 34 --lr 3e-4 
 --warmup 5 --steps 300 --eval-every 60 --eval-size 1000 --log-every 10""".split()
 SELECTORS = ("gmts", "entropy", "exact", "random", "all")
 CHOICES = {"select": SELECTORS, "dtype": ("auto", "float32", "bfloat16")}
-# No number may be negative, and these not 0.
+# No number may be negative, and these must not be 0.
 POSITIVE = """fraction prompts samples max_tokens temperature updates micro_tokens grad_clip
 eval_size eval_samples save_every log_every""".split()
-# What may differ from the run that --resume goes on with.
+# What may differ from the run that --resume continues.
 CHANGEABLE = "out resume show device micro_tokens eval_every save_every log_every".split()
 
 
@@ -618,7 +618,7 @@ def explain(what):
     """Turns whatever fails inside into a BadInput that begins with `what`."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a user's reward may call sys.exit
         raise BadInput(f"{what}: {str(error) or type(error).__name__}") from error
 
 
@@ -631,8 +631,7 @@ def parse(argv):
     flags = {f.name: "--" + f.name.replace("_", "-") for f in fields(Config)}
     for f in fields(Config):
         kind = {"type": f.type, "choices": CHOICES.get(f.name)}
-        if f.type is bool:
-            kind = {"action": "store_true"}
+        kind = {"action": "store_true"} if f.type is bool else kind
         parser.add_argument(flags[f.name], default=f.default, help=helps[f.name], **kind)
 
     first = parser.parse_args(argv)
@@ -707,7 +706,7 @@ def read_record(record):
         raise BadInput(f"no question in any of the columns {', '.join(QUESTIONS)}")
     if not isinstance(answer, (str, int, float)) or answer != answer or not str(answer).strip():
         raise BadInput(f"no answer in any of the columns {', '.join(ANSWERS)}")
-    answer = str(answer).strip()
+    is_number, answer = not isinstance(answer, str), str(answer).strip()
     if column == "solution" or re.search(r"####|\\(boxed|fbox)", answer):
         answer = extract_answer(answer)
         if answer is None:
@@ -716,10 +715,10 @@ def read_record(record):
         question = f"{record.get('body', '')} {question}".strip()  # SVAMP has its facts in Body
         if options:
             options = read_options(options)
-            if answer not in options:  # an index, or the text
-                texts = [*options.values()]
-                place = int(answer) if answer.isdigit() else texts.index(answer)
-                answer = [*options][place]
+            if answer not in options:  # an index from 0, or the text
+                texts = [str(text) for text in options.values()]
+                is_index = answer.isdigit() and (is_number or answer not in texts)
+                answer = [*options][int(answer) if is_index else texts.index(answer)]
             question += "".join(f"\n({letter}) {text}" for letter, text in options.items())
     return question, answer
 
@@ -750,14 +749,15 @@ def load_problems(source):
 
 def split_problems(config):
     """-> problems to train on, problems to evaluate on; no question is in both."""
-    train = load_problems(config.data)
-    test = train[::10]  # a tenth is held out
-    if config.eval_data or config.data in DOWNLOADS:
-        test = load_problems(config.eval_data or config.data + "-test")
-    held_out = {json.dumps(question) for question, _ in test}
-    train = [problem for problem in train if json.dumps(problem[0]) not in held_out]
     if config.data == config.eval_data:
         raise BadInput("--eval-data is the same as --data; without it a tenth is held out")
+    train = load_problems(config.data)
+    if config.eval_data or config.data in DOWNLOADS:
+        test = load_problems(config.eval_data or config.data + "-test")
+    else:
+        test = train[::10]
+    held_out = {json.dumps(question) for question, _ in test}
+    train = [problem for problem in train if json.dumps(problem[0]) not in held_out]
     if not (train and test):
         raise BadInput(f"data {config.data}: too few questions to train and evaluate on")
     return train, test[: config.eval_size]
@@ -778,7 +778,8 @@ def load_reward(path):
 def load_model(name, device, problems):
     """A local folder, a hub name (Qwen's without "Qwen/" too), or demo -> model, tokenizer."""
     if name == "demo":
-        model, tokenizer = demo_model(problems)
+        with explain("the demo's model knows sums such as 348+214= only; --model names another"):
+            model, tokenizer = demo_model(problems)
         return model.to(device).eval(), tokenizer
     name = name if "/" in name or Path(name).is_dir() else "Qwen/" + name
     with explain(f"model {name} (a local folder or a name on the hub)"):
@@ -792,14 +793,14 @@ def load_model(name, device, problems):
             raise ValueError("there are weights that are not finite")
         text_config = model.config.get_text_config()
         if getattr(text_config, "output_router_logits", False):
-            text_config.output_router_logits = False  # its loss is not ours
+            text_config.output_router_logits = False  # else forward adds a loss
         model = model.to(device).eval()  # eval: dropout would make every pass another policy
         check_sampling(model)
     return model, tokenizer
 
 
 def check_sampling(model):
-    """Refuses a model whose sampling, padded and with a cache, is not what its forward says."""
+    """Refuses a model that, padded and with a cache, samples otherwise than its forward says."""
     ids = torch.tensor([[0, 0, 1], [1, 2, 3]], device=model.device)  # (2, 3)
     prompt_mask = (ids > 0).long()  # (2, 3)
     tokens, _, logprobs, *_ = sample(model, ids, prompt_mask, 1, 4, {-1}, 1.0)  # (2, 4) each
@@ -809,7 +810,7 @@ def check_sampling(model):
             logits = forward(model, whole, torch.ones_like(whole))[0, length - 1 : -1]  # (4, V)
         error = (token_stats(logits, tokens[row])[0] - logprobs[row]).abs().max()
         if not error < 0.01:
-            raise ValueError(f"{type(model).__name__} computes other things with a cache")
+            raise ValueError(f"{type(model).__name__} gives other logits with a cache")
 
 
 def render(tokenizer, question, prompt="{question}", template=""):
@@ -907,7 +908,7 @@ def prepare(config):
     reference = None
     if config.beta > 0:
         set_seed(config.seed)  # the demo makes the same model again; after a resume too
-        reference = load_model(config.model, device, train)[0].requires_grad_(False)
+        reference, _ = load_model(config.model, device, train)
     problems = encode(model, tokenizer, train, config)
     eval_problems = encode(model, tokenizer, test, config)
     eval_problems.sort(key=lambda problem: len(problem[0]))  # for batches of like lengths
@@ -1008,10 +1009,10 @@ def show(run):
     plain = not sys.stdout.isatty() or os.getenv("NO_COLOR")
     start, end = "[]" if plain else ("\033[7m", "\033[0m")
     for name, sign in (("right", 1), ("wrong", -1)):
-        rows = batch.advantages[:, 0] * sign > 0  # (N,)
-        row = int((rows * (1 + keep.sum(dim=1))).argmax())  # the one with the most kept tokens
+        side = batch.advantages[:, 0] * sign > 0  # (N,)
+        row = int((side * (1 + keep.sum(dim=1))).argmax())  # the one with the most kept tokens
         # Token by token and escaped: what a model wrote must not steer a terminal.
-        ids = batch.tokens[row, batch.mask[row] & rows[row]].tolist()
+        ids = batch.tokens[row, batch.mask[row] & side[row]].tolist()
         words = [repr(run.tokenizer.decode([i]))[1:-1] for i in ids]
         marked = [start + words[t] + end if keep[row, t] else words[t] for t in range(len(words))]
         places = scores[row, : len(ids)].argsort(descending=True)[:5].tolist()

@@ -360,8 +360,7 @@ def test_kept_only_gradient_equals_full_logits(tokenizer, micro_tokens, fraction
     wanted = gradients(model)
     model.zero_grad()
     settings = config(micro_tokens=micro_tokens)
-    loss = gmts.policy_gradient(model, batch, keep, keep.sum(), settings, batch.logprobs)
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    gmts.policy_gradient(model, batch, keep, keep.sum(), settings, batch.logprobs)
     assert torch.allclose(gradients(model), wanted, atol=1e-5)
 
 
@@ -453,7 +452,7 @@ def test_selection_is_over_the_whole_batch(tokenizer, monkeypatch):
 
 
 def test_later_updates_use_the_current_policy(tokenizer, monkeypatch):
-    """--updates 2: two slices of the groups, the second scored by the model as it is then."""
+    """--updates 2: every other group, since long prompts stand last; scored by the model as it is."""
     model = tiny_model(scale=3)
     batch, seen = make_batch(model, tokenizer), []
     run = make_run(model, tokenizer, updates=2)
@@ -468,8 +467,8 @@ def test_later_updates_use_the_current_policy(tokenizer, monkeypatch):
     gmts.learn(run, batch)
     (first, old), (second, _) = seen
     assert torch.equal(first, old)
-    scored = second != 0  # tokens of the second slice
-    assert scored.any(1).tolist() == [False] * 8 + [True] * 8
+    scored = second != 0  # tokens of the second share
+    assert scored.any(1).tolist() == ([False] * 4 + [True] * 4) * 2
     assert (second - old)[scored].abs().max() > 1e-3
 
 
@@ -1664,6 +1663,12 @@ def test_bad_rewards_end_in_one_line(tiny, tmp_path, capsys, body, words):
     assert words in fails(capsys, *tiny, "--out", tmp_path / "run", "--reward", reward)
 
 
+def test_the_demo_model_knows_only_sums(tmp_path, capsys):
+    records = [{"question": f"q{i}", "answer": i} for i in range(30)]
+    path = write_lines(tmp_path / "data.jsonl", records)
+    assert "--model names another" in fails(capsys, "--data", path, "--out", tmp_path / "run")
+
+
 def test_bad_models_end_in_one_line(tiny, tmp_path, capsys, tokenizer, monkeypatch):
     model = tmp_path / "model"
     save_model(model, tokenizer)
@@ -2037,6 +2042,16 @@ def test_records_that_are_refused(tiny, tmp_path, capsys, record, words):
     assert words in said and "line 2" in said
 
 
+@pytest.mark.parametrize(
+    "answer, letter",
+    [(2, "C"), ("2", "B"), ("0", "A"), ("3", "C"), ("B", "B"), (3, "D"), ("7", "D")],
+)
+def test_an_index_a_text_or_a_letter_is_told_apart(answer, letter):
+    """A number counts the options from 0; a text is first a letter, then an option's text."""
+    record = {"question": "q", "choices": ["1", 2, "3", "7"], "answer": answer}
+    assert gmts.read_record(record)[1] == letter
+
+
 def test_options_without_the_answer_are_refused(tiny, tmp_path, capsys):
     record = {"question": "q", "options": ["x", "y"], "answer": "C"}
     path = write_lines(tmp_path / "data.jsonl", [record])
@@ -2239,13 +2254,13 @@ def test_plain_recipe_equals_the_sum_over_kept_tokens(temperature):
     logits = (3 * torch.randn(12, 9, 17)).requires_grad_()
     tokens = torch.randint(17, (12, 9))
     mask = torch.arange(9) < torch.randint(1, 10, (12, 1))
-    rewards = torch.tensor([[0.1] * 4, [1, 0, 0, 0.0], [0, 0.5, 1, 0.5]])  # the last: an A of 0
+    rewards = torch.tensor([[0.1] * 4, [1, 0, 0, 0.0], [0, 0.5, 1, 0.7]])
     gmts_loss = recipe("plain PyTorch")["gmts_loss"]
-    loss = gmts_loss(logits, tokens, mask, rewards, temperature)
     std = rewards.std(1, keepdim=True, correction=0)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / std
     informative = torch.arange(12) >= 4
     advantages = torch.where(informative, advantages.flatten(), 0.0)
+    loss = gmts_loss(logits, tokens, mask, advantages[:, None], temperature)
     expected, kept = oracle_loss(
         logits, tokens, mask, advantages, informative, temperature=temperature
     )
@@ -2254,7 +2269,7 @@ def test_plain_recipe_equals_the_sum_over_kept_tokens(temperature):
     assert loss.item() == pytest.approx(-mean, abs=1e-5)
     gradient, other = (torch.autograd.grad(x, logits)[0] for x in (loss, expected))
     assert torch.allclose(gradient, other, atol=1e-6) and gradient.abs().sum() > 0
-    nothing = gmts_loss(logits, tokens, mask, torch.ones(3, 4), temperature)
+    nothing = gmts_loss(logits, tokens, mask, torch.zeros(12, 1), temperature)
     assert nothing.item() == 0 and not torch.autograd.grad(nothing, logits)[0].any()
 
 
@@ -2295,23 +2310,14 @@ def test_audit_recipe(tokenizer, monkeypatch):
         (last,) = torch.autograd.grad(a * logprob, logits, retain_graph=True)
         norm = sum(g.square().sum() for g in whole if g is not None).sqrt()
         entropy = policy.entropy()
-        values = norm, entropy * a.abs(), entropy, last.norm(), a.abs()
+        values = norm, entropy * a.abs(), entropy, last.norm()
         table.append([value.item() for value in values] + [row])
     true, *scores, rows = (list(column) for column in zip(*table, strict=True))
-    assert len(true) == 60 and len(set(rows)) >= 6 and 0 not in scores[3]
-    assert set(found) == {"gmts", "entropy", "exact", "random", "|A|"}
-    for name, score in zip(("gmts", "entropy", "exact", "|A|"), scores, strict=True):
-        correlation, inside, mass = found[name]
-        assert correlation == pytest.approx(rank_correlation(score, true), abs=2e-3)
-        if name == "|A|":  # one number inside an answer, and with ties for the best
-            continue
-        wanted = []
-        for row in set(rows):
-            places = [i for i in range(60) if rows[i] == row]
-            if len(places) > 2:
-                of_row = [score[i] for i in places], [true[i] for i in places]
-                wanted.append(rank_correlation(*of_row))
-        assert inside == pytest.approx(np.nanmean(wanted), abs=2e-3)
+    assert len(true) == 60 and len(set(rows)) >= 6
+    assert set(found) == {"gmts", "entropy", "exact", "random"}
+    for name, score in zip(("gmts", "entropy", "exact"), scores, strict=True):
+        correlation, mass = found[name]
+        assert correlation == pytest.approx(rank_correlation(score, true), abs=0.01)  # ties
         best = sorted(range(60), key=lambda i: -score[i])[:12]
         wanted = sum(true[i] for i in best) / sum(sorted(true)[-12:])
         assert mass == pytest.approx(wanted, abs=2e-3)
@@ -2605,106 +2611,160 @@ def test_verl_recipe_in_verl():
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
-RIGHT_PROGRAMS = {
-    "plain": ADD,
-    "fenced": f"Perhaps\n```python\ndef add(a, b): return 0\n```\nNo:\n```python\n{ADD}```\nDone.",
-    "cut off behind the code": f"```python\n{ADD}",
-    "noisy": f"print('x' * 10**7)\n{ADD}",
-    "another main": f"{ADD}\nif __name__ == '__main__':\n    add(input())",
-    "library": f"import collections, dataclasses, typing, math, heapq\nP = collections.namedtuple('P', 'x')\n"
-    f"@dataclasses.dataclass\nclass D:\n    x: 'int' = 0\n{ADD}",
-}
-FRAME = "import sys\ntry:\n    {}\nexcept ValueError:\n    raise SystemExit\n"
-WRONG_PROGRAMS = {
-    "wrong": "def add(a, b):\n    return a - b",
-    "half right": "def add(a, b):\n    return 3",
-    "empty": "",
-    "prose": "The answer is add.",
-    "no such name": "def plus(a, b):\n    return a + b",
-    "null byte": ADD + "\0",
-    "lone surrogate": ADD + "\udc80",
-    "deeply nested": "x = " + "(" * 5000 + ")" * 5000,
-    "sys.exit": f"{ADD}\nimport sys\nsys.exit(0)",
-    "os._exit": f"{ADD}\nimport os\nos._exit(0)",
-    "exit in a test": "import os\ndef add(a, b):\n    os._exit(0)",
-    "SystemExit in a test": "def add(a, b):\n    raise SystemExit",
-    "claims": "print('ok', 'passed', 1.0, True)",
-    "AssertionError": "import builtins\nclass AssertionError(Warning): pass\n"
-    "builtins.AssertionError = AssertionError\ndef add(a, b): return 5",
-    "monkeypatch": "import builtins, os, sys\nadd = lambda *_, **__: None\n"
-    "builtins.exec = builtins.compile = sys.excepthook = sys.exit = os.write = add",
-    "closes": "import os, sys\nsys.stdout.close()\nos.closerange(0, 99)\n" + ADD,
-    "floods every pipe": "import os\nfor fd in range(9):\n    try: os.write(fd, b'x' * 60000)\n"
-    f"    except OSError: pass\n{ADD}",
-    "reads its input": "import os, sys\ndef add(a, b): return os.read(0, 99) or sys.stdin.read()",
-    "memory": "import mmap\nx = mmap.mmap(-1, 2 * 10**9)\n" + ADD,
-    "memory, bit by bit": "x = []\nwhile True: x.append(bytearray(10**7))",
-    "disk": "open('x', 'wb').write(bytes(2 * 10**6))\n" + ADD,
-    "deep folders": "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')",
-    "forks": f"import os, time\n{ADD}\nif os.fork() == 0: time.sleep(60)",
-    "fork bomb": "import os\nwhile True: os.fork()",
-    "background": f"import subprocess\n{ADD}\nsubprocess.Popen(['sleep', '60'])",
-    "shell": f"import os\n{ADD}\nos.system('sleep 60 &')",
-    "kills its parent": f"import os\n{ADD}\nos.kill(os.getppid(), 15)",
-    "through C": f"import ctypes, os\n{ADD}\nctypes.CDLL(None).kill(os.getppid(), 15)",
-    "frames": FRAME.format("key = sys._getframe(1).f_locals['key']") + ADD,
-    "traceback": FRAME.format("try: 1 / 0\n    except Exception as e: e.__traceback__.tb_frame")
-    + ADD,
-    "generator": FRAME.format("(x for x in 'x').gi_frame") + ADD,
-    "garbage": FRAME.format("import gc; gc.get_objects()") + ADD,
-    "trace": FRAME.format("sys.settrace(print)") + ADD,
-    "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()",
-    "ignores signals": "from signal import *\nfor s in valid_signals() - {9, 19}: signal(s, SIG_IGN)\n"
-    "while True: pass",
-    "exit hook": "import atexit, time\natexit.register(time.sleep, 60)",
+PROGRAMS = {
+    "right": (ADD, 1.0),
+    "the last block": (
+        f"```python\ndef add(a, b): return 0\n```\nNo:\n```python\n{ADD}```\nDone.",
+        1.0,
+    ),
+    "cut off behind the code": (f"```python\n{ADD}", 1.0),
+    "wrong": ("def add(a, b):\n    return a - b", 0.0),
+    "prose": ("The answer is add.", 0.0),
+    "endless": ("while True: pass", 0.0),
+    "asleep": ("import time\ntime.sleep(60)", 0.0),
+    "exits": (f"{ADD}\nimport os\nos._exit(0)", 0.0),
+    "exits in a test": ("def add(a, b):\n    raise SystemExit", 0.0),
+    "claims": ("print('ok', 1.0, True)\ndef add(a, b): return 5", 0.0),
+    "hungry": ("x = []\nwhile True: x.append(bytearray(10**7))", 0.0),
+    "floods": ("while True: print('x' * 10**6)", 0.0),
+    "lone surrogate": (ADD + "\udc80", 0.0),
 }
 
 
-@pytest.fixture(scope="module")
-def reward_code():
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_code_reward(name):
     names = recipe("reward_code.py")
-    names["SECONDS"] = 1
-    return names["score"]
-
-
-@pytest.mark.parametrize("name", RIGHT_PROGRAMS)
-def test_code_reward_of_right_programs(reward_code, name, monkeypatch):
-    monkeypatch.setitem(reward_code.__globals__, "SECONDS", 10)  # the machine may be busy
-    assert reward_code(RIGHT_PROGRAMS[name], TESTS) == 1.0
-
-
-@pytest.mark.parametrize("name", WRONG_PROGRAMS)
-def test_code_reward_of_wrong_and_hostile_programs(reward_code, name):
-    start = time.perf_counter()
-    assert reward_code(WRONG_PROGRAMS[name], TESTS) == 0.0
-    assert time.perf_counter() - start < 10
+    program, wanted = PROGRAMS[name]
+    names["SECONDS"] = 10 if wanted else 1
+    begin = time.perf_counter()
+    assert names["score"](program, TESTS) == wanted
+    assert time.perf_counter() - begin < 15
 
 
 def test_code_reward_in_a_run(tiny, tmp_path):
     """Whatever compiles is right here: some of a random model's digits and plus signs do."""
     (tmp_path / "reward_code.py").write_text(recipe("reward_code.py")["BLOCK"])
-    (tmp_path / "data.jsonl").write_text(
-        "".join(
-            json.dumps({"question": f"{i}+1=", "answer": "assert True\nassert 1"}) + "\n"
-            for i in range(60)
-        )
-    )
-    rows = run_main(
-        *tiny,
-        "--out",
-        tmp_path / "run",
-        "--data",
-        tmp_path / "data.jsonl",
-        "--max-tokens",
-        3,
-        "--reward",
-        f"{tmp_path / 'reward_code.py'}:score",
-        "--steps",
-        1,
-        "--eval-size",
-        3,
-    )
+    records = [{"question": f"{i}+1=", "answer": "assert True\nassert 1"} for i in range(60)]
+    path = write_lines(tmp_path / "data.jsonl", records)
+    flags = [*tiny, "--data", path, "--max-tokens", 3, "--steps", 1, "--eval-size", 3]
+    reward = f"{tmp_path / 'reward_code.py'}:score"
+    rows = run_main(*flags, "--reward", reward, "--out", tmp_path / "run")
     assert 0 < float(rows[1]["reward"]) < 1 and float(rows[1]["kept"]) > 0
+
+
+def test_scope_recipe(tokenizer, monkeypatch):
+    """Each question keeps its own fifth; and the gradient is divided by all informative tokens."""
+    names, kept = recipe("scope.py"), []
+    model, twin = tiny_model(scale=3), tiny_model(scale=3)
+    advantages = torch.randn(16)
+    batch = make_batch(model, tokenizer, advantages=advantages)
+    batch.rewards = torch.randn(4, 4)
+    batch.rewards[1], batch.advantages[4:8] = 1.0, 0.0
+    original = gmts.policy_gradient
+
+    def recorded(model, batch, keep, *rest):
+        kept.append(keep)
+        return original(model, batch, keep, *rest)
+
+    monkeypatch.setattr(gmts, "policy_gradient", recorded)
+    monkeypatch.setattr(gmts, "select_top", gmts.select_top)  # put back what the recipe replaces
+    names["learn_by_question"](make_run(model, tokenizer), batch)
+    scores = batch.entropy * batch.advantages.abs()
+    for rows in torch.arange(16).split(4):
+        mask = batch.mask[rows] & (batch.advantages[rows] != 0)
+        wanted = brute_force_top(scores[rows].flatten().tolist(), mask.flatten().tolist(), 0.2)
+        assert kept[0][rows].flatten().tolist() == wanted
+
+    keep, settings = kept[0], config()
+    original(twin, batch, keep, keep.sum(), settings, batch.logprobs)
+    gradient = gradients(twin)
+    twin.zero_grad()
+    names["gradient_over_all_tokens"](twin, batch, keep, keep.sum(), settings, batch.logprobs)
+    informative = batch.mask & (batch.advantages != 0)
+    factor = keep.sum() / informative.sum()
+    assert torch.allclose(gradients(twin), gradient * factor, atol=1e-6)
+
+
+def test_careless_recipe(monkeypatch):
+    """The pupil forgets nearly every carry: most answers are wrong, but not all."""
+    for name in ("FORGETS", "SLIPS"):
+        monkeypatch.setattr(gmts, name, getattr(gmts, name))  # put back what the recipe sets
+    recipe("careless.py")
+    rng = random.Random(0)
+    sums = [(f"{rng.randrange(100, 1000)}+{rng.randrange(100, 1000)}=") for _ in range(2000)]
+    right = [gmts.careless_pupil(q, rng).endswith(f"####{eval_sum(q)}") for q in sums]
+    assert 0.12 < np.mean(right) < 0.25
+
+
+def eval_sum(question):
+    return sum(map(int, question.rstrip("=").split("+")))
+
+
+STAND_IN = """
+import csv, json, random, sys
+from pathlib import Path
+flags = sys.argv[1:]
+out = Path(flags[flags.index("--out") + 1])
+(out / "step-000003").mkdir(parents=True, exist_ok=True)
+(out / "step-000003" / "trainer.pt").touch()
+with open(out / "flags", "a") as file:
+    file.write(json.dumps(flags) + "\\n")
+columns = "accuracy reward entropy grad_norm seconds".split()
+rows = [{"step": step} | {name: random.random() for name in columns} for step in range(4)]
+rows[2]["accuracy"] = ""
+if "--resume" not in flags:
+    with open(out / "metrics.csv", "w") as file:
+        writer = csv.DictWriter(file, ["step", *columns])
+        writer.writeheader()
+        writer.writerows(rows)
+"""
+
+
+def test_run_math_trains_once_and_prints_the_tables(tmp_path):
+    """With a script that makes figures up instead of gmts.py; the tables again, by numpy."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    settings = dict(SEEDS="0 1", SELECTORS="entropy gmts", OUT=str(tmp_path), PYTHON=sys.executable)
+    settings["SCRIPT"] = str(tmp_path / "stand_in.py")
+    command = ["bash", str(HERE / "run_math.sh"), "some/model", "--prompt", "{question} {answer}"]
+    for passes in (1, 2):  # the second time nothing is left to train
+        done = subprocess.run(
+            command, env=os.environ | settings, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stdout.split("\n") if line.startswith("|")]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        accuracy = {}
+        for select in ("entropy", "gmts"):
+            runs = [metrics(tmp_path / f"{select}-{seed}") for seed in (0, 1)]
+            accuracy[select] = np.array([[float(r["accuracy"] or "nan") for r in x] for x in runs])
+            sampled = [np.mean([float(r["reward"]) for r in run[1:]]) for run in runs]
+            columns = np.array([*accuracy[select].T[[0, 3]], sampled])
+            mean, std = columns.mean(1), columns.std(1, ddof=1)
+            (row,) = [row for row in cells if row[0] == select]
+            assert row[1:4] == [f"{m:.3f}±{s:.3f}" for m, s in zip(mean, std, strict=True)]
+            for seed in (0, 1):
+                out = tmp_path / f"{select}-{seed}"
+                calls = [json.loads(line) for line in (out / "flags").read_text().split("\n")[:-1]]
+                assert len(calls) == passes
+                config = gmts.parse(calls[0])
+                assert (config.data, config.prompt) == ("math", "{question} {answer}")
+                assert (config.select, config.seed, config.out) == (select, seed, str(out))
+                assert all(call == ["--out", str(out), "--resume"] for call in calls[1:])
+        gap = (accuracy["gmts"] - accuracy["entropy"])[:, [1, 3]]
+        mean, error = gap.mean(0), gap.std(0, ddof=1) / 2**0.5
+        wanted = [f"{m:+.3f}±{e:.3f}" for m, e in zip(mean, error, strict=True)]
+        assert cells[-3] == ["difference", "step 1", "step 3"]
+        assert cells[-1] == ["gmts - entropy", *wanted]
+
+
+def test_the_reading_map_is_true():
+    source = (HERE / "gmts.py").read_text().split("\n")
+    starts = [(i, line) for i, line in enumerate(source, 1) if re.match(r"# ---- \d ", line)]
+    ends = [line - 1 for line, _ in starts[1:]] + [len(source) - 1]
+    readme = (HERE / "README.md").read_text()
+    for (line, title), end in zip(starts, ends, strict=True):
+        name = re.match(r"# ---- (\d [^:-]*)", title)[1].strip()
+        assert f"| {name} | {line}-{end} |" in readme
 
 
 # ---- On a GPU: these run where there is one ------------------------------------------------------
@@ -2777,13 +2837,16 @@ def test_gpu_steps_on_one_batch_lower_its_loss(gpu_model, tokenizer, monkeypatch
     model = copy.deepcopy(gpu_model)
     run, batch = gpu_rollout(model, tokenizer, select="all")
     run.optimizer.param_groups[0]["lr"] = 1e-4
-    losses, original = [], gmts.policy_gradient
+    losses, original = [], gmts.policy_loss
 
     def recorded(*args):
-        losses.append(float(original(*args)))
+        loss = original(*args)
+        losses[-1] += float(loss)
+        return loss
 
-    monkeypatch.setattr(gmts, "policy_gradient", recorded)
+    monkeypatch.setattr(gmts, "policy_loss", recorded)
     for _ in range(3):
+        losses.append(0.0)
         gmts.learn(run, batch)
     assert losses[2] < losses[1] < losses[0], losses
 
@@ -3117,32 +3180,35 @@ def test_bench_overlap(tmp_path, monkeypatch):
     """What each selector keeps of one rollout: of the demo, and of GMTS_BENCH_MODEL on sums."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arithmetic.py").write_text(recipe("arithmetic.py", "__main__")["BLOCK"])
-    settings = {"demo": ([], 256)}
+    settings = {"demo": ([], 512)}
     if folder := os.environ.get("GMTS_BENCH_MODEL"):
         flags = ["--model", folder, "--data", "arithmetic-train.jsonl", "--temperature", "0.6"]
         flags += ["--prompt", "{question} Answer with the number only.", "--max-tokens", "40"]
-        settings[folder] = ([*flags, "--reward", "arithmetic.py:score"], 64)
+        settings[folder] = ([*flags, "--reward", "arithmetic.py:score"], 256)
     for name, (flags, prompts) in settings.items():
         run = gmts.prepare(gmts.parse([*flags, "--out", str(tmp_path / "run" / str(prompts))]))
         batch = gmts.rollout(run, run.problems[:prompts], 8, run.config.temperature)
         weight = batch.advantages.expand_as(batch.mask)
         ranked = batch.mask & (weight != 0)
-        right, size, h = weight > 0, weight[ranked].abs(), batch.entropy[ranked]
-        print(
-            f"\n{os.path.basename(name)}: {ranked.sum()} tokens,"
-            f" {(ranked & right).sum() / ranked.sum():.1%} in right answers;"
-            f" |A| {size.mean():.2f} +- {size.std():.2f}, H {h.mean():.3f} +- {h.std():.3f}"
-        )
+        right, h = weight > 0, batch.entropy[ranked]
         stats = batch.entropy, batch.logit_grad_norm, weight
-        for fraction in (0.2, 0.05):
-            kept = {
-                score: gmts.select_top(gmts.token_scores(score, *stats), ranked, fraction)
-                for score in ("gmts", "entropy", "exact", "random")
-            }
-            for score, keep in kept.items():
+        kept = {"all": ranked}
+        for select in ("random", "entropy", "gmts", "exact"):
+            kept[select] = gmts.select_top(gmts.token_scores(select, *stats), ranked, 0.2)
+        print(
+            f"\n{os.path.basename(name)}: {ranked.sum()} tokens, H {h.mean():.3f} +- {h.std():.3f}"
+        )
+        solved = batch.rewards.mean(dim=1)[batch.prompt_index, None].expand_as(ranked)
+        for rate in [None, *(k / 8 for k in range(1, 8))]:
+            here = ranked if rate is None else ranked & (solved == rate)
+            print("  whole" if rate is None else f"{rate:7.3f}", f"{here.sum():6} tokens", end="")
+            for select, keep in kept.items():
+                chosen = keep & here
+                count = chosen.sum().clamp_min(1)
                 print(
-                    f"fraction {fraction} {score:8}"
-                    f" shared with gmts {(keep & kept['gmts']).sum() / keep.sum():.1%},"
-                    f" in right answers {(keep & right).sum() / keep.sum():.1%},"
-                    f" mean |A| {weight[keep].abs().mean():.2f}"
+                    f" | {select}: in right answers {(chosen & right).sum() / count:4.0%},"
+                    f" mean |A| {weight[chosen].abs().sum() / count:.2f},"
+                    f" shared with gmts {(chosen & kept['gmts']).sum() / count:4.0%}",
+                    end="",
                 )
+            print()
