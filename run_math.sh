@@ -3,7 +3,8 @@
 #
 # Without MODEL: Qwen2.5-Math-1.5B on MATH where there is a GPU, else the demo. The flags go to gmts.py as they are.
 # Set SEEDS="0 1 2" for several seeds, SELECTORS for some of the selectors, OUT for the folder, SCRIPT for a script
-# in the place of gmts.py. A run that was stopped goes on where it was; one that is done is not repeated.
+# in the place of gmts.py. A run that was stopped goes on where it was, one that is done is not repeated, and one
+# that was begun with other flags is refused: set OUT for another folder.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python}
@@ -20,17 +21,18 @@ if [ -z "$model" ]; then
 fi
 data=()
 [ "$model" = demo ] || data=(--data math)
-out=${OUT:-runs/math-$(basename "$model")}
+script=${SCRIPT:-gmts.py}
+out=${OUT:-runs/math-$(basename "$model")${SCRIPT:+-$(basename "${script// /-}")}}
 for seed in $seeds; do
     for select in $selectors; do
         run=$out/$select-$seed
+        flags=(--model "$model" --select "$select" --seed "$seed" "${data[@]}" "$@")
         if compgen -G "$run/step-*[0-9]/trainer.pt" > /dev/null; then
-            flags=(--resume)
+            flags+=(--resume)
         else
             rm -rf "$run"
-            flags=(--model "$model" --select "$select" --seed "$seed" "${data[@]}" "$@")
         fi
-        $python ${SCRIPT:-gmts.py} --out "$run" "${flags[@]}"
+        $python $script --out "$run" "${flags[@]}"
     done
 done
 $python - "$out" "$selectors" "$seeds" <<'TABLES'
