@@ -631,7 +631,8 @@ def parse(argv):
     flags = {f.name: "--" + f.name.replace("_", "-") for f in fields(Config)}
     for f in fields(Config):
         kind = {"type": f.type, "choices": CHOICES.get(f.name)}
-        kind = {"action": "store_true"} if f.type is bool else kind
+        if f.type is bool:
+            kind = {"action": "store_true"}
         parser.add_argument(flags[f.name], default=f.default, help=helps[f.name], **kind)
 
     first = parser.parse_args(argv)
@@ -706,7 +707,8 @@ def read_record(record):
         raise BadInput(f"no question in any of the columns {', '.join(QUESTIONS)}")
     if not isinstance(answer, (str, int, float)) or answer != answer or not str(answer).strip():
         raise BadInput(f"no answer in any of the columns {', '.join(ANSWERS)}")
-    is_number, answer = not isinstance(answer, str), str(answer).strip()
+    is_number = not isinstance(answer, str)
+    answer = str(answer).strip()
     if column == "solution" or re.search(r"####|\\(boxed|fbox)", answer):
         answer = extract_answer(answer)
         if answer is None:
@@ -1098,7 +1100,7 @@ def demo_model(problems, steps=600):
 # and exact while it is rational. What cannot be read matches its own text only.
 # What is read, and where:
 #
-#     1,234   1{,}234   .5   0.\overline{3}   3 \times 10^8   1101_2       TOKEN, product, number
+#     1,234   1{,}234   .5   0.\overline{3}   3 \times 10^8   1101_2       TOKEN, product, primary
 #     x   x_{12}   f'   \alpha   \pi   e   i   \infty   \vec{a}           letter
 #     \frac{a}{b}   \frac12   \frac\pi3   2\frac34   \binom nk   |x|      COMMANDS, primary
 #     x^{-1}   5!   \sqrt2   \sqrt[3]{x}   {a \over b}                    power, COMMANDS, sum
@@ -1389,6 +1391,12 @@ def mixed_number(whole, numerator, denominator):
     return whole + numerator / denominator
 
 
+def recurring_decimal(whole, head, period):
+    r"""0.1\overline{6} is (16 - 1) / 90."""
+    difference = int(whole + head + period) - int(whole + head or "0")
+    return Fraction(difference, (10 ** len(period) - 1) * 10 ** len(head))
+
+
 def factorial(z):
     """Exact for whole numbers, else by Stirling's series, from where it has 12 digits."""
     if isinstance(z, Fraction) and z.denominator == 1 and 0 <= z <= 500:
@@ -1569,10 +1577,7 @@ class MathParser:
         elif re.fullmatch(r"\d+\.?\d*|\.\d+", token):
             value = combine(operator.pos, MathValue((Fraction(token),), decimal="." in token))
         elif recurring := re.fullmatch(r"(\d*)\.(\d*)\\\w+\{(\d+)\}", token):
-            whole, head, period = recurring.groups()  # 0.1\overline{6} is (16 - 1) / 90
-            number = int(whole + head + period) - int(whole + head or "0")
-            number = Fraction(number, (10 ** len(period) - 1) * 10 ** len(head))
-            value = combine(operator.pos, MathValue((number,)))
+            value = combine(operator.pos, MathValue((recurring_decimal(*recurring.groups()),)))
         else:
             value = self.letter(token)
         self.depth -= 1

@@ -45,7 +45,6 @@ runs = {}
 for select in selectors:
     runs[select] = [list(csv.DictReader(open(f"{out}/{select}-{seed}/metrics.csv"))) for seed in seeds]
 steps = [row["step"] for row in runs[selectors[0]][0] if row["accuracy"]]  # those with an evaluation
-first, last = steps[0], steps[-1]
 
 
 def accuracies(select, step):
@@ -70,7 +69,7 @@ print("|---" * 7 + "|")
 for select in selectors:
     seconds = mean(sum(float(row["seconds"]) for row in rows[1:]) for rows in runs[select])
     figures = f"{mean(late(select, 'entropy')):.3f}", f"{mean(late(select, 'grad_norm')):.1f}", f"{seconds:.0f}"
-    before, after = accuracies(select, first), accuracies(select, last)
+    before, after = accuracies(select, steps[0]), accuracies(select, steps[-1])
     line(select, spread(before), spread(after), spread(late(select, "reward")), *figures)
 print("mean ± standard deviation of the accuracy; sampled (reward), entropy, grad_norm: of the last 20 steps\n")
 

@@ -351,7 +351,7 @@ def plain_loss(model, batch, keep, ref_logprobs=None, beta=0.0):
 
 @pytest.mark.parametrize("micro_tokens", [1, 40, 10_000])
 @pytest.mark.parametrize("fraction", [0.2, 1.0])
-def test_kept_only_gradient_equals_full_logits(tokenizer, micro_tokens, fraction):
+def test_kept_only_gradient_equals_full_logits(tokenizer, monkeypatch, micro_tokens, fraction):
     model = tiny_model(scale=3)
     batch = make_batch(model, tokenizer)
     batch.logprobs += 0.2 * torch.randn_like(batch.logprobs)  # some ratios are clipped
@@ -361,7 +361,15 @@ def test_kept_only_gradient_equals_full_logits(tokenizer, micro_tokens, fraction
     wanted = gradients(model)
     model.zero_grad()
     settings = config(micro_tokens=micro_tokens)
+    losses, policy_loss = [], gmts.policy_loss
+
+    def recorded(*args):
+        losses.append(policy_loss(*args))
+        return losses[-1]
+
+    monkeypatch.setattr(gmts, "policy_loss", recorded)
     gmts.policy_gradient(model, batch, keep, keep.sum(), settings, batch.logprobs)
+    assert sum(losses).item() == pytest.approx(expected.item(), abs=1e-5)
     assert torch.allclose(gradients(model), wanted, atol=1e-5)
 
 
@@ -2348,7 +2356,7 @@ def test_audit_recipe(tokenizer, monkeypatch):
     assert set(found) == {"gmts", "entropy", "exact", "random"}
     for name, score in zip(("gmts", "entropy", "exact"), scores, strict=True):
         correlation, mass = found[name]
-        assert correlation == pytest.approx(rank_correlation(score, true), abs=0.01)  # ties
+        assert correlation == pytest.approx(rank_correlation(score, true), abs=2e-3)
         best = sorted(range(60), key=lambda i: -score[i])[:12]
         wanted = sum(true[i] for i in best) / sum(sorted(true)[-12:])
         assert mass == pytest.approx(wanted, abs=2e-3)
@@ -2722,13 +2730,9 @@ def test_careless_recipe(monkeypatch):
         monkeypatch.setattr(gmts, name, getattr(gmts, name))  # put back what the recipe sets
     recipe("careless.py")
     rng = random.Random(0)
-    sums = [(f"{rng.randrange(100, 1000)}+{rng.randrange(100, 1000)}=") for _ in range(2000)]
-    right = [gmts.careless_pupil(q, rng).endswith(f"####{eval_sum(q)}") for q in sums]
+    sums = gmts.demo_problems(2000)
+    right = [gmts.careless_pupil(q, rng).endswith(f"####{answer}") for q, answer in sums]
     assert 0.12 < np.mean(right) < 0.25
-
-
-def eval_sum(question):
-    return sum(map(int, question.rstrip("=").split("+")))
 
 
 STAND_IN = """
@@ -3081,7 +3085,7 @@ def bench_step(side, name, folder, **changes):
         del model
         times = bench_trl(folder, tokenizer, prompts, length)
     else:
-        settings = dict(prompts=8, samples=8, max_tokens=length, micro_tokens=4096) | changes
+        settings = dict(prompts=8, samples=8, max_tokens=length, micro_tokens=2048) | changes
         times = bench_gmts(model, tokenizer, prompts, length, settings, side == "half")
     start, sampled, end = times[-1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
